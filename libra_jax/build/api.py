@@ -330,7 +330,7 @@ async def evaluate_async(
             Rollout(
                 rollout.prompt_id,
                 rollout.reward or 0.0,
-                progress.written(tokenizer, rollout),
+                progress.policy_text(tokenizer, rollout),
                 tokenizer.decode(rollout.token_ids),
             )
             for rollout in scored.rollouts

@@ -205,13 +205,13 @@ class Sampler(Protocol):
     """The coordinator's side of a rollout: gets tokens for the agent loop (instance choice, retries, telemetry)."""
 
     async def sample(
-        self, segment: Segment, sampling: SamplingParams, heard: Callable[[], None] | None = None
+        self, segment: Segment, sampling: SamplingParams, on_tokens: Callable[[], None] | None = None
     ) -> FinishReason:
         """Appends one model output to the segment, from any instances that serve it; never returns "abort".
 
-        A failed engine is invisible here: the request resumes elsewhere from the segment's tokens. `heard` is called
-        after tokens have been appended; it returns at once and never raises. If `sample` is cancelled, the tokens
-        received so far stay, and nothing more is appended.
+        A failed engine is invisible here: the request resumes elsewhere from the segment's tokens. `on_tokens` is
+        called after tokens have been appended; it returns at once and never raises. If `sample` is cancelled, the
+        tokens received so far stay, and nothing more is appended.
         """
         ...
 

@@ -28,8 +28,12 @@ def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments
     reserved = {"path": task.path, "seed": seed}
     for name in reserved:
         config.check(name not in task.arguments, field, f"must not hold {name!r}: it has a field of its own")
-    taken = _parameters(factory)
-    if taken is not None and "path" not in taken and not any(item.kind is item.VAR_KEYWORD for item in taken.values()):
+    parameters = _parameters(factory)
+    if (
+        parameters is not None
+        and "path" not in parameters
+        and not any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+    ):
         config.check(
             not task.path,
             "task.path",
@@ -47,11 +51,11 @@ def demonstrated_tasks(settings: config.RunConfig, tasks: protocols.TaskSource) 
 
     Raises as `task_source`.
     """
-    own = settings.warm_start.arguments
-    if not (own and settings.warm_start.steps):
+    overrides = settings.warm_start.arguments
+    if not (overrides and settings.warm_start.steps):
         return tasks
     return task_source(
-        dataclasses.replace(settings.task, arguments={**settings.task.arguments, **own}),
+        dataclasses.replace(settings.task, arguments={**settings.task.arguments, **overrides}),
         settings.seed,
         field="warm_start.arguments",
     )
@@ -65,9 +69,9 @@ def _parameters(factory: Callable[..., object]) -> Mapping[str, inspect.Paramete
         return None
 
 
-def is_harness(made: object) -> TypeGuard[protocols.Harness]:
+def is_harness(environment: object) -> TypeGuard[protocols.Harness]:
     """Returns whether an object drives its rollouts itself (`protocols.Harness`), instead of being stepped."""
-    return callable(getattr(made, "run", None)) and not callable(getattr(made, "step", None))
+    return callable(getattr(environment, "run", None)) and not callable(getattr(environment, "step", None))
 
 
 def environment_factory(
@@ -99,18 +103,20 @@ def environment_factory(
         _check_methods(task, factory, factory)
 
     def make() -> protocols.Environment | protocols.Harness:
-        made = resolving.call(factory, task.environment, arguments, field)
-        _check_methods(task, made, type(made))
-        return cast("protocols.Environment | protocols.Harness", made)
+        environment = resolving.call(factory, task.environment, arguments, field)
+        _check_methods(task, environment, type(environment))
+        return cast("protocols.Environment | protocols.Harness", environment)
 
     return make
 
 
-def _check_methods(task: config.TaskConfig, made: object, kind: type) -> None:
+def _check_methods(task: config.TaskConfig, environment: object, kind: type) -> None:
     called = resolving.shown(task.environment)
     makes = called if called == kind.__name__ else f"{called} makes a {kind.__name__}, which"
-    for method in ("run", "close") if is_harness(made) else ("reset", "step", "close"):
-        config.check(callable(getattr(made, method, None)), "task.environment", f"{makes} has no method {method}")
+    for method in ("run", "close") if is_harness(environment) else ("reset", "step", "close"):
+        config.check(
+            callable(getattr(environment, method, None)), "task.environment", f"{makes} has no method {method}"
+        )
 
 
 @contextlib.asynccontextmanager

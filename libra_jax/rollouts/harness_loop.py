@@ -57,8 +57,12 @@ _HINTS = ("temperature", "tool_choice", *(field.name for field in dataclasses.fi
 """Hints with a metric of their own, `hint/<name>`. Names of unknown fields are without number."""
 
 
-def _refusals(opened: session.Session) -> str:
-    return f"the endpoint refused {opened.refusals} of its requests ({opened.refusal}); " if opened.refusals else ""
+def _refusals(conversation: session.Session) -> str:
+    return (
+        f"the endpoint refused {conversation.refusals} of its requests ({conversation.refusal}); "
+        if conversation.refusals
+        else ""
+    )
 
 
 async def run_harness(
@@ -103,33 +107,33 @@ class _Driven(loop.RolloutSetup):
         """Runs the harness, takes its outcome, and scores the rollout."""
         watch = progress.Stopwatch(self.trajectory, self.limits.rollout_seconds)
         read_status = getattr(self.harness, "status", None)
-        opened = session.Session(
+        conversation = session.Session(
             self.trajectory,
             form=await self.host.form(),
             sampler=self.sampler,
             limits=self.limits,
             read_status=tool_results.checked(read_status, self.crash) if callable(read_status) else tool_results.status,
-            heard=watch.tokens_came,
+            on_tokens=watch.tokens_came,
             strict=self.host.strict,
         )
-        endpoint = await self.host.gateway.open(opened, reachable=opened.set_reachable)
+        endpoint = await self.host.gateway.open(conversation, reachable=conversation.set_reachable)
         with turns.watched() as turn:
             work = asyncio.ensure_future(call_deadlines.call(self.harness.run, self.task.copy(), endpoint))
         void: protocols.AttemptVoided | None = None
         try:
-            await self._wait(work, opened, watch, turn)
+            await self._wait(work, conversation, watch, turn)
             # Decided before the harness is cancelled: it may answer that with a result, an error, or nothing.
-            late = not work.done() and not opened.broken.done()
+            late = not work.done() and not conversation.broken.done()
         except protocols.AttemptVoided as error:
             late, void = False, error
         finally:
             work.cancel()
             await asyncio.wait({work}, timeout=self.limits.reset_seconds)
             await self.host.gateway.close(endpoint)
-            opened.close()
-        if opened.broken.done():
-            raise opened.broken.result()
-        finish = "max_seconds" if late else opened.limit or "answered"
+            conversation.close()
+        if conversation.broken.done():
+            raise conversation.broken.result()
+        finish = "max_seconds" if late else conversation.limit or "answered"
         outcome = protocols.Outcome(0.0)
         if finish == "answered":
             try:
@@ -137,38 +141,38 @@ class _Driven(loop.RolloutSetup):
                     raise void
                 outcome = self._outcome(work)
             except (protocols.AgentFailed, protocols.AttemptVoided) as failure:
-                outcome = self._failed(failure, opened)
+                outcome = self._failed(failure, conversation)
             if not any(segment.turns for segment in self.trajectory.segments):
-                reason = _refusals(opened) or "ended without a request to its endpoint: "
+                reason = _refusals(conversation) or "ended without a request to its endpoint: "
                 raise self.crash("run", f"{reason}point the agent's client at its url")
         elif work.done() and not work.cancelled():
             work.exception()  # how a harness ends at a limit does not matter
-        await self._finish(opened, finish, outcome)
+        await self._finish(conversation, finish, outcome)
 
     async def _wait(
         self,
         work: asyncio.Future[protocols.Outcome],
-        opened: session.Session,
+        conversation: session.Session,
         watch: progress.Stopwatch,
         turn: turns.Turn,
     ) -> None:
         """Waits until the harness ends, the rollout's time is up, or the session breaks."""
         limits, clock = self.limits, asyncio.get_running_loop().time
-        began = clock()
-        while not work.done() and not opened.broken.done() and not watch.over():
+        wait_start = clock()
+        while not work.done() and not conversation.broken.done() and not watch.over():
             allowed, setting = (limits.tool_seconds, "tool_seconds")
-            if not opened.answered:
+            if not conversation.answered:
                 allowed, setting = max((allowed, setting), (limits.reset_seconds, "reset_seconds"))
             if turn.queued:
                 # The run's own queue is no silence of the agent.
-                opened.idle_since = clock()
-                if clock() - began >= limits.wait_seconds:
+                conversation.idle_since = clock()
+                if clock() - wait_start >= limits.wait_seconds:
                     raise self.crash(
                         "run",
                         f"waited more than {limits.wait_seconds:g} s (config.task.wait_seconds) for what other "
                         "rollouts hold; raise that, or let more agents run at once (environment_arguments.most)",
                     )
-            silent = opened.silent_seconds
+            silent = conversation.silent_seconds
             if silent >= allowed:
                 problem = self.crash("run", f"asked for nothing for {allowed:g} s (config.task.{setting})")
                 raise protocols.AttemptVoided(str(problem))
@@ -179,7 +183,7 @@ class _Driven(loop.RolloutSetup):
                 pause = min(
                     pause, max(limits.rollout_seconds - self.trajectory.seconds, 0.0), limits.rollout_seconds / 8
                 )
-            ends: set[asyncio.Future[Any]] = {work, opened.broken}
+            ends: set[asyncio.Future[Any]] = {work, conversation.broken}
             await asyncio.wait(ends, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
 
     def crash(self, verb: str, problem: str) -> protocols.EnvironmentCrashed:
@@ -208,51 +212,53 @@ class _Driven(loop.RolloutSetup):
         return outcome
 
     def _failed(
-        self, failure: protocols.AgentFailed | protocols.AttemptVoided, opened: session.Session
+        self, failure: protocols.AgentFailed | protocols.AttemptVoided, conversation: session.Session
     ) -> protocols.Outcome:
         """Returns the outcome of a rollout that the agent's own side ended. Raises if the rollout is to be repeated."""
-        sentence = f"{_refusals(opened)}{failure}"
-        if not opened.answered:  # the model cannot be the cause
+        sentence = f"{_refusals(conversation)}{failure}"
+        if not conversation.answered:  # the model cannot be the cause
             raise self.crash("run", sentence) from failure
         # What the model wrote may be what broke the agent. A request that the API refused may be another's fault.
-        if isinstance(failure, protocols.AgentFailed) and not opened.refusals:
+        if isinstance(failure, protocols.AgentFailed) and not conversation.refusals:
             self.host.remarks[f"agents that end by {failure.reason} after an output (reward 0)"] += 1
             return protocols.Outcome(0.0, {"agent_failed": 1.0})
         if not self.score_void:
             raise protocols.AttemptVoided(f"{self.name}: {sentence}") from failure
-        said = sentence.replace(f"task {self.task.prompt_id}", "a task")  # told once, and not by task
-        self.host.remarks[f"attempts that left nothing to score, twice (reward 0): {said}"] += 1
+        reason = sentence.replace(f"task {self.task.prompt_id}", "a task")  # told once, and not by task
+        self.host.remarks[f"attempts that left nothing to score, twice (reward 0): {reason}"] += 1
         return protocols.Outcome(0.0, {"agent_voided": 1.0})
 
-    async def _finish(self, opened: session.Session, finish: str, outcome: protocols.Outcome) -> None:
+    async def _finish(self, conversation: session.Session, finish: str, outcome: protocols.Outcome) -> None:
         trajectory, outputs = self.trajectory, self.trajectory.all_turns
         metrics = {name: float(value) for name, value in outcome.metrics.items()}
-        own = float(outcome.reward) if user_values.is_finite(outcome.reward) else None
+        environment_reward = float(outcome.reward) if user_values.is_finite(outcome.reward) else None
         reward = outcome.reward
         if self.reward is not None:
-            dialogue = tuple(opened.dialogue)
+            dialogue = tuple(conversation.dialogue)
             transcript = scoring.Transcript(
-                text=progress.written(self.tokenizer, trajectory),
+                text=progress.policy_text(self.tokenizer, trajectory),
                 dialogue="\n".join(self.tokenizer.decode(list(segment.context())) for segment in trajectory.segments),
                 answer=thoughts.split(dialogue[-1].content).answer.strip() if dialogue and finish == "answered" else "",
                 finish=finish,
                 messages=dialogue,
                 tools=progress.returns(outputs),
                 metrics=metrics,
-                environment_reward=own,
+                environment_reward=environment_reward,
             )
             score = await loop.score(self.reward, self.task, transcript)
             reward, metrics = score.reward, {**metrics, **score.metrics}
         trajectory.metrics.update(metrics)
         trajectory.metrics.update(loop.turn_metrics(outputs, float(reward), finish))
-        trajectory.metrics["hints"] = float(opened.hints.total())
-        trajectory.metrics["refused_requests"] = float(opened.refusals)
+        trajectory.metrics["hints"] = float(conversation.hints.total())
+        trajectory.metrics["refused_requests"] = float(conversation.refusals)
         for name in ("agent_failed", "agent_voided"):  # means over all rollouts
             trajectory.metrics.setdefault(name, 0.0)
-        trajectory.metrics |= {f"hint/{name}": float(opened.hints[name]) for name in _HINTS if opened.hints[name]}
-        self.host.remarks.update({f"requests with {name}": count for name, count in opened.hints.items()})
-        if opened.refusal:
-            self.host.remarks[f"refused requests: {opened.refusal}"] += opened.refusals
+        trajectory.metrics |= {
+            f"hint/{name}": float(conversation.hints[name]) for name in _HINTS if conversation.hints[name]
+        }
+        self.host.remarks.update({f"requests with {name}": count for name, count in conversation.hints.items()})
+        if conversation.refusal:
+            self.host.remarks[f"refused requests: {conversation.refusal}"] += conversation.refusals
         if outcome.segment_rewards and self.reward is not None:
             raise self.crash(
                 "run",
@@ -270,4 +276,4 @@ class _Driven(loop.RolloutSetup):
                     f"gave segment 0 the reward {value!r}, and the rollout {outcome.reward!r}: the first segment has "
                     "the rollout's reward, so give the other segments rewards of their own",
                 )
-        trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, own
+        trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, environment_reward

@@ -83,7 +83,7 @@ def text_fits(segment: protocols.Segment, start: int, text: Sequence[int]) -> bo
 def common(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns the length of the longest common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def same(first: Sequence[protocols.Message], second: Sequence[protocols.Message]) -> bool:
@@ -91,39 +91,48 @@ def same(first: Sequence[protocols.Message], second: Sequence[protocols.Message]
     return len(first) == len(second) and all(map(equal, first, second))
 
 
-def equal(known: protocols.Message, given: protocols.Message) -> bool:
+def equal(session_message: protocols.Message, client_message: protocols.Message) -> bool:
     """Returns whether a client's message is the known one, for all that clients rewrite in histories.
 
     They need not send reasoning back, write white space and the JSON of calls in other ways, and may leave out text
     beside calls, or write calls as text. A call is the known one by its place, name and arguments. Its id stands for
     arguments that are no JSON, which clients repair. Other arguments are another call, as a guardrail puts it.
     """
-    if known is given or known == given:
+    if session_message is client_message or session_message == client_message:
         return True
-    if known.tool_calls and not given.tool_calls and given.role == known.role:
+    if session_message.tool_calls and not client_message.tool_calls and client_message.role == session_message.role:
         # Some agents write the calls into the text, with their ids (smolagents).
-        return all(call.call_id in given.content for call in known.tool_calls)
-    calls = len(known.tool_calls) == len(given.tool_calls) and all(
-        one.name == other.name and _same_arguments(one, other)
-        for one, other in zip(known.tool_calls, given.tool_calls, strict=False)
+        return all(call.call_id in client_message.content for call in session_message.tool_calls)
+    calls = len(session_message.tool_calls) == len(client_message.tool_calls) and all(
+        session_call.name == client_call.name and _same_arguments(session_call, client_call)
+        for session_call, client_call in zip(session_message.tool_calls, client_message.tool_calls, strict=False)
     )
-    dropped = bool(known.tool_calls) and not given.content.strip()
-    return calls and known.role == given.role and (dropped or known.content.split() == given.content.split())
+    dropped = bool(session_message.tool_calls) and not client_message.content.strip()
+    return (
+        calls
+        and session_message.role == client_message.role
+        and (dropped or session_message.content.split() == client_message.content.split())
+    )
 
 
-def call_ids(known: Sequence[protocols.Message], given: Sequence[protocols.Message]) -> dict[str, str]:
+def call_ids(
+    session_messages: Sequence[protocols.Message], client_messages: Sequence[protocols.Message]
+) -> dict[str, str]:
     """Returns the known ids of calls by the ids that a client has given them instead.
 
     Args:
-      known: a dialogue up to an output.
-      given: the same dialogue as the client sends it, and what follows. A result that names none of the output's calls
-        answers the next one without a result.
+      session_messages: a dialogue up to an output.
+      client_messages: the same dialogue as the client sends it, and what follows. A result that names none of the
+        output's calls answers the next one without a result.
     """
-    pairs = (zip(one.tool_calls, other.tool_calls, strict=False) for one, other in zip(known, given, strict=False))
-    ids = {theirs.call_id: mine.call_id for pair in pairs for mine, theirs in pair}
-    added = itertools.takewhile(lambda message: message.role != "assistant", given[len(known) :])
+    pairs = (
+        zip(session_message.tool_calls, client_message.tool_calls, strict=False)
+        for session_message, client_message in zip(session_messages, client_messages, strict=False)
+    )
+    ids = {client_call.call_id: session_call.call_id for pair in pairs for session_call, client_call in pair}
+    added = itertools.takewhile(lambda message: message.role != "assistant", client_messages[len(session_messages) :])
     results = [message.tool_call_id for message in added if message.role == "tool"]
-    calls = [call.call_id for call in known[-1].tool_calls]
+    calls = [call.call_id for call in session_messages[-1].tool_calls]
     free = [name for name in calls if name not in {ids.get(result, result) for result in results}]
     strange = [name for name in results if name not in ids and name not in calls]
     return ids | dict(zip(strange, free, strict=False))
@@ -131,13 +140,15 @@ def call_ids(known: Sequence[protocols.Message], given: Sequence[protocols.Messa
 
 def renamed(message: protocols.Message, ids: Mapping[str, str]) -> protocols.Message:
     """Returns a message with the known id of the call that it answers."""
-    known = ids.get(message.tool_call_id, message.tool_call_id)
-    return message if known == message.tool_call_id else dataclasses.replace(message, tool_call_id=known)
+    call_id = ids.get(message.tool_call_id, message.tool_call_id)
+    return message if call_id == message.tool_call_id else dataclasses.replace(message, tool_call_id=call_id)
 
 
-def _same_arguments(known: protocols.ToolCall, given: protocols.ToolCall) -> bool:
+def _same_arguments(session_call: protocols.ToolCall, client_call: protocols.ToolCall) -> bool:
     try:  # clients may write the JSON in another way; `int` refuses NaN, which is no JSON
-        one, other = (json.loads(call.arguments, parse_constant=int) for call in (known, given))
+        session_arguments, client_arguments = (
+            json.loads(call.arguments, parse_constant=int) for call in (session_call, client_call)
+        )
     except (ValueError, RecursionError):  # the latter: nested too deeply
-        return known.call_id == given.call_id or known.arguments == given.arguments
-    return bool(one == other)
+        return session_call.call_id == client_call.call_id or session_call.arguments == client_call.arguments
+    return bool(session_arguments == client_arguments)

@@ -151,8 +151,8 @@ class _Stepped(RolloutSetup):
             result = await self._step(output, sampled)
             if result.done:
                 return await self._finish("answered", result.reward)
-            shown = self._show(result)
-            if shown is None:
+            causal_state = self._show(result)
+            if causal_state is None:
                 return await self._finish("max_context", 0.0)
             self.walk.turn += 1
             # A snapshot of a replayed turn would lie behind the retained tokens, and after the last output none is
@@ -160,10 +160,10 @@ class _Stepped(RolloutSetup):
             if self.walk.at_end and self._spent() is None:
                 state = await self.environment.snapshot()
                 if state is not None:
-                    kept = (self.walk.position, self.walk.turn, dict(self.metrics), tuple(self.messages))
-                    self.trajectory.snapshot = protocols.RolloutSnapshot(state, *kept)
+                    loop_state = (self.walk.position, self.walk.turn, dict(self.metrics), tuple(self.messages))
+                    self.trajectory.snapshot = protocols.RolloutSnapshot(state, *loop_state)
                 if sampled:
-                    await self.sampler.tool_returned(self.trajectory, shown)
+                    await self.sampler.tool_returned(self.trajectory, causal_state)
         return await self._finish(spent, 0.0)
 
     def _spent(self) -> str | None:
@@ -179,12 +179,12 @@ class _Stepped(RolloutSetup):
 
     async def _open(self) -> None:
         """Restores the environment to its latest snapshot. If there is none, resets it and takes its prompt."""
-        kept, trajectory = self.trajectory.snapshot, self.trajectory
-        if kept is not None and self.environment.optional("restore") is not None:
-            await self.environment.restore(kept.state)
-            self.walk = progress.Walk(trajectory, kept.position, kept.turn)
-            self.messages = [*kept.messages]
-            self.metrics.update(kept.metrics)
+        snapshot, trajectory = self.trajectory.snapshot, self.trajectory
+        if snapshot is not None and self.environment.optional("restore") is not None:
+            await self.environment.restore(snapshot.state)
+            self.walk = progress.Walk(trajectory, snapshot.position, snapshot.turn)
+            self.messages = [*snapshot.messages]
+            self.metrics.update(snapshot.metrics)
             return
         self.messages = [*await self.environment.reset()]
         prompt = prompt_tokens(self.tokenizer, self.task, self.messages, self.limits)
@@ -199,25 +199,25 @@ class _Stepped(RolloutSetup):
         """
         trajectory, limits, start = self.trajectory, self.limits, self.walk.position
         # The retained tokens from here on that belong to one output of the model.
-        kept, stopped = 0, False
+        retained_count, stopped = 0, False
         for token, source in zip(trajectory.token_ids[start:], trajectory.sources[start:], strict=True):
-            if stopped or source != protocols.TokenSource.MODEL or kept == limits.max_tokens:
+            if stopped or source != protocols.TokenSource.MODEL or retained_count == limits.max_tokens:
                 break
-            kept, stopped = kept + 1, token in self.tokenizer.stop_token_ids
-        room = min(limits.max_tokens - kept, limits.max_context - start - kept)
+            retained_count, stopped = retained_count + 1, token in self.tokenizer.stop_token_ids
+        room = min(limits.max_tokens - retained_count, limits.max_context - start - retained_count)
         if limits.rollout_tokens:
-            room = min(room, limits.rollout_tokens - self.walk.generated - kept)
+            room = min(room, limits.rollout_tokens - self.walk.generated - retained_count)
         sampled = not stopped and room > 0
-        began = asyncio.get_running_loop().time()
+        start_seconds = asyncio.get_running_loop().time()
         # A retained output without a stop token must be the last one; tokens after it cannot come from this replay.
-        if not stopped and start + kept != len(trajectory.token_ids):
+        if not stopped and start + retained_count != len(trajectory.token_ids):
             raise progress.ReplayDiffers
         if sampled:
             # Retained turns from here on describe an output that is sampled again or continued.
             del trajectory.turns[self.walk.turn :]
             stopped = await self._sample(start, room)
-        end = len(trajectory.token_ids) if sampled else start + kept
-        self.walk.record(end, began)
+        end = len(trajectory.token_ids) if sampled else start + retained_count
+        self.walk.record(end, start_seconds)
         read = stopped or self.reward is not None  # only a scorer reads an output that was cut off
         output = (
             progress.opening(self.tokenizer, trajectory.token_ids, start)
@@ -242,20 +242,20 @@ class _Stepped(RolloutSetup):
                 hear, self.tokenizer, trajectory, start, progress.opening(self.tokenizer, trajectory.token_ids, start)
             )
 
-        def heard() -> None:
+        def handle_tokens() -> None:
             self.watch.tokens_came(timer)
             if listener is not None:
-                listener.heard()
+                listener.pass_on()
 
         reason: protocols.FinishReason = "length"
         try:
             async with asyncio.timeout(None) as timer:
                 self.watch.arm(timer)
                 if listener is not None:
-                    listener.heard()  # the retained beginning of an output that was cut off
+                    listener.pass_on()  # the retained beginning of an output that was cut off
                 # A call for each piece of tokens costs time, so it is made only if something listens or measures.
-                told = (heard,) if self.limits.rollout_seconds or listener is not None else ()
-                reason = await self.sampler.sample(trajectory, sampling, *told)
+                callbacks = (handle_tokens,) if self.limits.rollout_seconds or listener is not None else ()
+                reason = await self.sampler.sample(trajectory, sampling, *callbacks)
         except TimeoutError:
             self.out_of_time = timer.expired()
             # A TimeoutError of the sampler itself is not this timer's.
@@ -280,7 +280,7 @@ class _Stepped(RolloutSetup):
         if self.environment.optional("ready") is not None:
             await self.environment.ready(output)
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        step_start = loop.time()
         result = await self.environment.step(output)
         self.metrics.update((name, float(value)) for name, value in result.metrics.items())
         if result.done and not self.walk.at_end:
@@ -289,9 +289,9 @@ class _Stepped(RolloutSetup):
         if answers:
             progress.record_returns(turn, answers)
         # Of several concurrent returns, some may include waits for others.
-        told = answers[0].seconds if len(answers) == 1 else 0.0
+        reported_seconds = answers[0].seconds if len(answers) == 1 else 0.0
         # A replayed turn keeps the seconds that it took the first time.
-        turn.tool_seconds = turn.tool_seconds or told or loop.time() - began
+        turn.tool_seconds = turn.tool_seconds or reported_seconds or loop.time() - step_start
         return result
 
     def _show(self, result: protocols.StepResult) -> protocols.CausalState | None:
@@ -302,15 +302,15 @@ class _Stepped(RolloutSetup):
         answers, room = result.tool_returns, self.limits.max_context - self.walk.position
 
         def rendered(answers: Sequence[protocols.ToolReturn]) -> tuple[list[protocols.Message], list[int]]:
-            said = [*(protocols.Message("tool", answer.content) for answer in answers), *result.messages]
-            return said, _rendered(self.tokenizer, self.task, said, first=False)
+            messages = [*(protocols.Message("tool", answer.content) for answer in answers), *result.messages]
+            return messages, _rendered(self.tokenizer, self.task, messages, first=False)
 
-        said, tokens = rendered(answers)
+        messages, tokens = rendered(answers)
         if self.limits.answer_tokens and len(tokens) > room - self.limits.answer_tokens:
-            most = room - self.limits.answer_tokens
-            cut = progress.cut_to_fit(answers, lambda answers: len(rendered(answers)[1]), most)
+            returns_room = room - self.limits.answer_tokens
+            cut = progress.cut_to_fit(answers, lambda answers: len(rendered(answers)[1]), returns_room)
             if cut is not None:
-                said, tokens = rendered(cut)
+                messages, tokens = rendered(cut)
             self.metrics["returns_cut"] += float(cut is not None)
         self.trajectory.turns[self.walk.turn].payload_tokens = len(tokens)
         # No room for the next output: the rollout ends here, so nothing can be retained beyond.
@@ -319,7 +319,7 @@ class _Stepped(RolloutSetup):
                 raise progress.ReplayDiffers
             return None
         self.walk.append(tokens, protocols.TokenSource.TOOL)
-        self.messages += said
+        self.messages += messages
         states = progress.returns([self.trajectory.turns[self.walk.turn]] if answers else [])
         return states[0] if states else protocols.CausalState("environment", len(tokens), "success")
 
@@ -327,7 +327,7 @@ class _Stepped(RolloutSetup):
 
     async def _finish(self, finish: str, reward: float | None) -> None:
         # Taken before a scorer replaces it: the environment's own reward is recorded, too.
-        own = float(reward) if user_values.is_finite(reward) else None
+        environment_reward = float(reward) if user_values.is_finite(reward) else None
         if self.reward is not None:
             reward = await self._score(self.reward, finish, reward)
         else:
@@ -337,13 +337,13 @@ class _Stepped(RolloutSetup):
         del trajectory.turns[self.walk.turn + 1 :]
         trajectory.metrics.update(self.metrics)
         trajectory.metrics.update(turn_metrics(trajectory.turns, reward, finish))
-        trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, own
+        trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, environment_reward
 
-    async def _score(self, scorer: scoring.Scorer, finish: str, own: float | None) -> float:
+    async def _score(self, scorer: scoring.Scorer, finish: str, environment_reward: float | None) -> float:
         """Returns the scorer's reward. The scorer has its own deadlines."""
         turns = self.trajectory.turns[: self.walk.turn + 1]
         transcript = scoring.Transcript(
-            text=progress.written(self.tokenizer, self.trajectory),
+            text=progress.policy_text(self.tokenizer, self.trajectory),
             dialogue=self.tokenizer.decode(self.trajectory.token_ids),
             answer=thoughts.split(self.messages[-1].content).answer.strip() if finish == "answered" else "",
             finish=finish,
@@ -351,11 +351,11 @@ class _Stepped(RolloutSetup):
             tools=progress.returns(turns),
             # A scorer does not see whether the rollout was interrupted, so that an interruption changes no reward.
             metrics={name: value for name, value in self.metrics.items() if name != "replay_differs"},
-            environment_reward=float(own) if user_values.is_finite(own) else None,
+            environment_reward=float(environment_reward) if user_values.is_finite(environment_reward) else None,
         )
-        scored = await score(scorer, self.task, transcript)
-        self.metrics.update(scored.metrics)
-        return scored.reward
+        result = await score(scorer, self.task, transcript)
+        self.metrics.update(result.metrics)
+        return result.reward
 
 
 def prompt_tokens(
@@ -407,11 +407,11 @@ async def score(scorer: scoring.Scorer, task: protocols.Task, transcript: scorin
     """
     crash = f"reward, task {task.prompt_id}: it"
     try:
-        found = await scorer(task, transcript)
+        result = await scorer(task, transcript)
     except protocols.LibraError:
         raise
     except Exception as error:
         raise protocols.RewardFailed(f"{crash} {resolving.raised(error)}") from error
-    if not user_values.is_finite(found.reward):
-        raise protocols.RewardFailed(f"{crash} gave {user_values.shown(found.reward)}, which is not a finite number")
-    return found
+    if not user_values.is_finite(result.reward):
+        raise protocols.RewardFailed(f"{crash} gave {user_values.shown(result.reward)}, which is not a finite number")
+    return result

@@ -60,7 +60,7 @@ class Worker(protocols.LoopWorker):
         self._open_agent = open_agent
         self._address = address
         self._ahead = 0.0
-        self._said: list[protocols.WorkerEvent] = []
+        self._pending_events: list[protocols.WorkerEvent] = []
         self._news = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._trackers: dict[str, mirror.Tracker] = {}
@@ -88,13 +88,13 @@ class Worker(protocols.LoopWorker):
     async def listen(self) -> protocols.WorkerAddress | None:
         if not self._address:
             return None
-        found, server = await channel.listen(self._address, self._talk)
+        address, server = await channel.listen(self._address, self._talk)
         self._opened.callback(server.close)
-        return found
+        return address
 
     async def _talk(self, connection: channel.Connection) -> None:
         """Sends events and takes commands, until the coordinator closes the connection."""
-        work = [asyncio.ensure_future(each) for each in (self._take(connection), self._send(connection))]
+        work = [asyncio.ensure_future(coroutine) for coroutine in (self._take(connection), self._send(connection))]
         try:
             # An error of either ends the connection, by which the coordinator knows that this worker is lost.
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
@@ -137,10 +137,10 @@ class Worker(protocols.LoopWorker):
             await self._news.wait()
             await asyncio.sleep(GATHER_SECONDS)
             self._news.clear()
-            said, self._said = self._said, []
+            events, self._pending_events = self._pending_events, []
             if spans := self._recorder.take_spans():
-                said.append(protocols.WorkerSpans(spans))
-            yield said
+                events.append(protocols.WorkerSpans(spans))
+            yield events
 
     async def shutdown(self) -> None:
         tasks = list(self._tasks.values())
@@ -164,7 +164,7 @@ class Worker(protocols.LoopWorker):
             # The coordinator asked for it, or this worker ends. Nobody awaits this task.
             pass
         except protocols.LibraError as failed:
-            error = _told(failed)
+            error = _portable_error(failed)
         except Exception as failed:
             error = protocols.LibraError(f"rollout {name} {resolving.raised(failed)}")
         del self._trackers[name], self._tasks[name]
@@ -182,14 +182,14 @@ class Worker(protocols.LoopWorker):
         self._say(protocols.WorkerCounted(self._streams.take_counts(), self._rollouts.take_voids()))
 
     def _say(self, event: protocols.WorkerEvent) -> None:
-        self._said.append(event)
+        self._pending_events.append(event)
         self._news.set()
 
 
-def _told(error: BaseException) -> protocols.LibraError:
+def _portable_error(error: BaseException) -> protocols.LibraError:
     """Returns an error in a form that can be sent to the coordinator."""
-    told = error if isinstance(error, protocols.LibraError) else protocols.LibraError(resolving.raised(error))
-    return protocols.portable(told)
+    libra_error = error if isinstance(error, protocols.LibraError) else protocols.LibraError(resolving.raised(error))
+    return protocols.portable(libra_error)
 
 
 Say = Callable[[protocols.WorkerEvent], None]
@@ -254,23 +254,23 @@ class _Engines:
 
     def take(self, entry: protocols.EngineEntry) -> None:
         """Takes in what the coordinator says of an instance."""
-        known = self.engines.get(entry.name)
-        if known is None or known.life != entry.life or (known.client is None) != (entry.address is None):
+        engine = self.engines.get(entry.name)
+        if engine is None or engine.life != entry.life or (engine.client is None) != (entry.address is None):
             client = None if entry.address is None else self._client(entry.name, entry.address)
             # A stream holds the object of the life in which it began.
-            if known is not None:
-                known.client = None
+            if engine is not None:
+                engine.client = None
             self.engines[entry.name] = _Engine(entry.name, entry.life, client, entry.policy_version, entry.paused)
             return
-        known.policy_version, known.paused = entry.policy_version, entry.paused
+        engine.policy_version, engine.paused = entry.policy_version, entry.paused
 
     def _client(self, name: str, address: protocols.ActorAddress) -> protocols.EngineClient:
         """Returns the client of a process: the same in all of its lives, as an engine that slept goes on in it."""
         before = self._clients.get(name)
         if before is None or before[0] != address:
-            made = engines_client.EngineClient(self._cluster, protocols.ActorSpec(name, "", {}), self._limits)
-            made.reach(address)
-            before = self._clients[name] = address, made
+            client = engines_client.EngineClient(self._cluster, protocols.ActorSpec(name, "", {}), self._limits)
+            client.reach(address)
+            before = self._clients[name] = address, client
         return before[1]
 
     def answered(self, name: str, life: int) -> None:
@@ -284,7 +284,7 @@ class _Engines:
         # All streams of a lost instance fail; one report is enough.
         if engine.life == life and engine.client is not None:
             engine.client = None
-            self._say(protocols.EngineFailed(name, life, _told(error)))
+            self._say(protocols.EngineFailed(name, life, _portable_error(error)))
 
 
 class _Scope(background_tasks.BackgroundTasks):
@@ -302,7 +302,7 @@ class _Scope(background_tasks.BackgroundTasks):
     def call(self, error: BaseException) -> None:
         if not self._called:
             self._called = True
-            self._say(protocols.WorkerBroke(_told(error)))
+            self._say(protocols.WorkerBroke(_portable_error(error)))
 
 
 class _Recorder:

@@ -34,8 +34,8 @@ class Tracker:
         self._trajectory = trajectory
         self._ahead = ahead
         self._sent = [
-            _Sent(each, each.revision, len(each.token_ids), len(each.routing), len(each.turns))
-            for each in trajectory.segments
+            _Sent(segment, segment.revision, len(segment.token_ids), len(segment.routing), len(segment.turns))
+            for segment in trajectory.segments
         ]
 
     def update(self, *, last: bool = False) -> protocols.RolloutUpdate:
@@ -90,18 +90,18 @@ class Tracker:
 def apply(trajectory: protocols.Trajectory, update: protocols.RolloutUpdate) -> None:
     """Brings a copy to the state of the rollout at the update."""
     del trajectory.branches[update.count - 1 :]
-    for each in update.segments:
-        if each.index == len(trajectory.segments):
-            made = protocols.Segment(trajectory.trajectory_id, trajectory.prompt_id, index=each.index)
-            trajectory.branches.append(made)
-        segment = trajectory.segments[each.index]
-        segment.parent = None if each.parent is None else trajectory.segments[each.parent]
-        segment.shared, segment.reward = each.shared, each.reward
-        segment.cut(each.kept)
-        for name, values in each.columns.items():
+    for segment_update in update.segments:
+        if segment_update.index == len(trajectory.segments):
+            new_segment = protocols.Segment(trajectory.trajectory_id, trajectory.prompt_id, index=segment_update.index)
+            trajectory.branches.append(new_segment)
+        segment = trajectory.segments[segment_update.index]
+        segment.parent = None if segment_update.parent is None else trajectory.segments[segment_update.parent]
+        segment.shared, segment.reward = segment_update.shared, segment_update.reward
+        segment.cut(segment_update.kept)
+        for name, values in segment_update.columns.items():
             getattr(segment, name).extend(values)
-        segment.routing[each.routed :] = each.routing
-        segment.turns[each.turns_kept :] = each.turns
+        segment.routing[segment_update.routed :] = segment_update.routing
+        segment.turns[segment_update.turns_kept :] = segment_update.turns
     trajectory.finish = update.finish
     trajectory.metrics.clear()
     trajectory.metrics.update(update.metrics)
@@ -112,6 +112,6 @@ def apply(trajectory: protocols.Trajectory, update: protocols.RolloutUpdate) -> 
 def shift(trajectory: protocols.Trajectory, seconds: float) -> None:
     """Moves all event-loop times of a rollout, to the clock of another process."""
     trajectory.start_seconds += seconds
-    turns: Sequence[protocols.Turn] = [turn for each in trajectory.segments for turn in each.turns]
+    turns: Sequence[protocols.Turn] = [turn for segment in trajectory.segments for turn in segment.turns]
     for turn in turns:
         turn.start_seconds += seconds

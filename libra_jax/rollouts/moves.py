@@ -23,14 +23,14 @@ class Route:
     move: protocols.Move | None = None
     moves: list[tuple[int, protocols.Move]] = field(default_factory=list)
 
-    def placed(self, move: protocols.Move | None) -> None:
+    def take_placement(self, move: protocols.Move | None) -> None:
         """Takes in that the scheduler has placed the request, with a move or without."""
         if move is not None:
             # Of several moves before a stream begins, only the way from the first source to the last target is gone.
             source = move.source if self.decided is None else self.decided.source
             self.decided = move._replace(source=source) if source != move.target else None
 
-    def served(self, turn: int, context_tokens: int, counts: protocols.StreamCounts) -> None:
+    def begin_stream(self, turn: int, context_tokens: int, counts: protocols.StreamCounts) -> None:
         """Takes in that a stream begins, for the turn of this number, with these tokens of context."""
         self.move = self.decided if self.streams else None
         self.decided = None
@@ -40,7 +40,7 @@ class Route:
             counts.moves += 1
             counts.moved_tokens += context_tokens
 
-    def answered(self, seconds: float, counts: protocols.StreamCounts) -> None:
+    def record_answer(self, seconds: float, counts: protocols.StreamCounts) -> None:
         """Takes in that the stream's first tokens came this many seconds after they were asked for."""
         if self.streams > 1:
             waits = counts.stayed if self.move is None else counts.moved

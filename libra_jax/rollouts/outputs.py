@@ -42,7 +42,7 @@ class Reader:
 
     def feed(self, token_ids: Sequence[int]) -> list[protocols.MessageDelta]:
         """Takes further tokens; returns the parts of the message that they complete. Ignores tokens after the end."""
-        found: list[protocols.MessageDelta] = []
+        deltas: list[protocols.MessageDelta] = []
         # With stop texts, each token alone: the output ends with the very token that completes one.
         pieces = [[token] for token in token_ids] if self._stop else [list(token_ids)]
         for piece in pieces:
@@ -53,8 +53,8 @@ class Reader:
             self.tokens += len(piece) if end is None else end + 1
             if self._stop:
                 self._look(self._stream.feed(piece[:end]))
-            found += self._shown(self._parser.feed(piece[:end]))
-        return found
+            deltas += self._release(self._parser.feed(piece[:end]))
+        return deltas
 
     def finish(self) -> tuple[list[protocols.MessageDelta], protocols.Message]:
         """Ends the output; returns the parts that were held back, and the whole message."""
@@ -62,14 +62,14 @@ class Reader:
         if not self._stop:
             return list(deltas), message
         calls = [delta for delta in deltas if isinstance(delta, protocols.ToolCallDelta)]
-        shown = self._shown([delta for delta in deltas if not isinstance(delta, protocols.ToolCallDelta)])
+        visible_deltas = self._release([delta for delta in deltas if not isinstance(delta, protocols.ToolCallDelta)])
         for part, text in self._texts.items() if self.stop_text else ():
             place = text.find(self.stop_text, self._sent[part])
             if place >= 0:
                 # Calls begin after the content, and so after the stop text. One inside a call ends the output alone.
                 self._texts[part], calls = text[:place], []
                 message = dataclasses.replace(message, **self._texts, tool_calls=())
-        return [*shown, *self._rest(), *calls], message
+        return [*visible_deltas, *self._rest(), *calls], message
 
     def _look(self, text: str) -> None:
         """Ends the output if further text completes a stop text."""
@@ -79,29 +79,29 @@ class Reader:
             self.ended, self.stop_text = True, min(places)[1]
         self._tail = self._tail[-self._reach :] if self._reach else ""
 
-    def _shown(self, deltas: Sequence[protocols.MessageDelta]) -> list[protocols.MessageDelta]:
+    def _release(self, deltas: Sequence[protocols.MessageDelta]) -> list[protocols.MessageDelta]:
         """Returns what a client may see now. Text that may be the beginning of a stop text is held back."""
         if not self._stop:
             return list(deltas)
-        found: list[protocols.MessageDelta] = []
+        visible_deltas: list[protocols.MessageDelta] = []
         for delta in deltas:
             if isinstance(delta, protocols.ToolCallDelta):
-                found += [*self._rest(), delta]
+                visible_deltas += [*self._rest(), delta]
                 continue
             part = "reasoning" if isinstance(delta, protocols.ReasoningDelta) else "content"
             self._texts[part] += delta.text
-            found += [] if self.stop_text else self._rest(part, self._reach)
-        return found
+            visible_deltas += [] if self.stop_text else self._rest(part, self._reach)
+        return visible_deltas
 
     def _rest(self, last: str = "content", keep: int = 0) -> list[protocols.MessageDelta]:
         """Returns what was not shown yet up to the part `last`, without the `keep` last characters of that part."""
-        found: list[protocols.MessageDelta] = []
+        deltas: list[protocols.MessageDelta] = []
         for part, text in self._texts.items():
             sent, end = self._sent[part], len(text) - (keep if part == last else 0)
             if sent < end:
                 kind = protocols.ReasoningDelta if part == "reasoning" else protocols.ContentDelta
-                found.append(kind(text[sent:end]))
+                deltas.append(kind(text[sent:end]))
                 self._sent[part] = end
             if part == last:
                 break
-        return found
+        return deltas

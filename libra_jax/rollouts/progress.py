@@ -54,7 +54,7 @@ class Walk:
         self._trajectory.append_text(tokens[len(retained) :], source)
         self.position = end
 
-    def record(self, end: int, began: float) -> None:
+    def record(self, end: int, start_seconds: float) -> None:
         """Accounts for an output up to `end`, in the retained turn or, if the output has tokens, in a new one."""
         generated, turns = end - self.position, self._trajectory.turns
         self.position = end
@@ -62,7 +62,7 @@ class Walk:
         if self.turn < len(turns):
             turns[self.turn].generated_tokens = generated
         elif generated:
-            turns.append(protocols.Turn(generated_tokens=generated, start_seconds=began))
+            turns.append(protocols.Turn(generated_tokens=generated, start_seconds=start_seconds))
 
 
 class Stopwatch:
@@ -70,11 +70,11 @@ class Stopwatch:
 
     Args:
       trajectory: Trajectory that stores the seconds, so that the count continues after a resume.
-      most: Seconds that the rollout may take. 0 means no limit.
+      max_seconds: Seconds that the rollout may take. 0 means no limit.
     """
 
-    def __init__(self, trajectory: protocols.Trajectory, most: float) -> None:
-        self._trajectory, self._most = trajectory, most
+    def __init__(self, trajectory: protocols.Trajectory, max_seconds: float) -> None:
+        self._trajectory, self._max_seconds = trajectory, max_seconds
         self._since: float | None = None
         # A resumed rollout has spent these seconds before.
         self._earlier = trajectory.seconds
@@ -83,7 +83,7 @@ class Stopwatch:
         """Updates the seconds and returns whether the time is up."""
         if self._since is not None:
             self._trajectory.seconds = self._earlier + asyncio.get_running_loop().time() - self._since
-        return 0 < self._most <= self._trajectory.seconds
+        return 0 < self._max_seconds <= self._trajectory.seconds
 
     def tokens_came(self, timer: asyncio.Timeout | None = None) -> None:
         """Starts the stopwatch at the first token, and updates the seconds."""
@@ -95,8 +95,8 @@ class Stopwatch:
 
     def arm(self, timer: asyncio.Timeout) -> None:
         """Sets the timer to the end of the time, if there is a limit and the stopwatch runs."""
-        if self._most > 0 and self._since is not None:
-            timer.reschedule(self._since + self._most - self._earlier)
+        if self._max_seconds > 0 and self._since is not None:
+            timer.reschedule(self._since + self._max_seconds - self._earlier)
 
 
 class Hearing:
@@ -126,7 +126,7 @@ class Hearing:
         self._opening = opening
         self.error: Exception | None = None
 
-    def heard(self) -> None:
+    def pass_on(self) -> None:
         """Passes on the text since the last call. Never raises, because its caller has to go on handling tokens."""
         if self.error is not None:
             return
@@ -158,12 +158,12 @@ def cut_to_fit(
       room: Number of tokens that the returns may take. None is returned if there is no room even for the marks.
     """
 
-    def cut(most: int) -> Sequence[protocols.ToolReturn]:
-        return [dataclasses.replace(answer, content=limits.cut(answer.content, most)) for answer in answers]
+    def cut(max_characters: int) -> Sequence[protocols.ToolReturn]:
+        return [dataclasses.replace(answer, content=limits.cut(answer.content, max_characters)) for answer in answers]
 
     longest = max((len(answer.content) for answer in answers), default=0)
     # Binary search, because each probe renders all returns again.
-    fits = bisect.bisect_right(range(longest + 1), room, key=lambda most: tokens(cut(most))) - 1
+    fits = bisect.bisect_right(range(longest + 1), room, key=lambda max_characters: tokens(cut(max_characters))) - 1
     return cut(fits) if fits >= 0 else None
 
 
@@ -198,7 +198,7 @@ def returns(turns: Sequence[protocols.Turn]) -> tuple[protocols.CausalState, ...
     )
 
 
-def written(tokenizer: protocols.Tokenizer, trajectory: protocols.Trajectory) -> str:
+def policy_text(tokenizer: protocols.Tokenizer, trajectory: protocols.Trajectory) -> str:
     """Returns the outputs of a rollout's policy, without their stop tokens, joined by line breaks."""
     outputs = []
     for segment in trajectory.segments:

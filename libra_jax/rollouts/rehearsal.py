@@ -60,16 +60,18 @@ class Posed:
 
 
 @contextlib.asynccontextmanager
-async def _opened(
+async def _open_environment(
     run: config.RunConfig, task: protocols.Task
 ) -> AsyncIterator[tuple[deadline_environment.Environment, toolkit.Toolkit] | None]:
     """Makes the environment, and closes it. Yields None for a harness: it would ask a model, and there is none yet."""
     async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
-        made = factories.environment_factory(run.task, tools)()
-        if factories.is_harness(made):
+        environment = factories.environment_factory(run.task, tools)()
+        if factories.is_harness(environment):
             yield None
             return
-        world = deadline_environment.Environment(cast("protocols.Environment", made), task, factories.limits(run))
+        world = deadline_environment.Environment(
+            cast("protocols.Environment", environment), task, factories.limits(run)
+        )
         try:
             yield world, tools
         finally:
@@ -80,23 +82,23 @@ def pose(run: config.RunConfig, task: protocols.Task) -> Posed | None:
     """Poses the task in a child process. Returns None for a harness, tools of another program, or a failed reset."""
     if run.tools.mcp or run.tools.mcp_file:
         return None
-    with child.forked(_posed, run, task) as (_, receiver):
+    with child.forked(_send_posed_task, run, task) as (_, receiver):
         try:
             return cast("Posed | None", receiver.recv()) if receiver.poll(SECONDS) else None
         except EOFError:
             return None
 
 
-def _posed(run: config.RunConfig, task: protocols.Task, sender: connection.Connection) -> None:
+def _send_posed_task(run: config.RunConfig, task: protocols.Task, sender: connection.Connection) -> None:
     """Sends the posed task, or None."""
 
     async def body() -> Posed | None:
-        async with _opened(run, task) as opened:
-            if opened is None:
+        async with _open_environment(run, task) as environment_and_tools:
+            if environment_and_tools is None:
                 return None
-            world, tools = opened
-            told = [protocols.Message(message.role, message.content) for message in await world.reset()]
-            return Posed(tuple(told), tuple(schema["function"]["name"] for schema in tools.schemas))
+            world, tools = environment_and_tools
+            messages = [protocols.Message(message.role, message.content) for message in await world.reset()]
+            return Posed(tuple(messages), tuple(schema["function"]["name"] for schema in tools.schemas))
 
     try:
         sender.send(asyncio.run(body()))
@@ -113,34 +115,36 @@ def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Rehearsed:
     if run.task.environment.startswith(resolving.SHIPPED) or run.tools.mcp or run.tools.mcp_file:
         return Rehearsed()
     certain, reward, name = True, None, resolving.shown(run.task.environment)
-    with child.forked(_played, run, task, answer) as (played, receiver):
+    with child.forked(_send_result, run, task, answer) as (process, receiver):
         try:
             if receiver.poll(SECONDS):
                 problem, certain, reward = receiver.recv()
             else:
                 problem, certain = f"{name} took more than {SECONDS:g} s; a run may wait longer{GIVEN}", False
-            played.join(CLOSE_SECONDS if certain else 0.0)
+            process.join(CLOSE_SECONDS if certain else 0.0)
         except EOFError:
-            played.join(CLOSE_SECONDS)
-            problem = f"{name} ended its process (exit status {played.exitcode}){GIVEN}"
+            process.join(CLOSE_SECONDS)
+            problem = f"{name} ended its process (exit status {process.exitcode}){GIVEN}"
     return Rehearsed(f"config.task.environment: {problem}" if problem else "", certain, reward)
 
 
-def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: connection.Connection) -> None:
+def _send_result(run: config.RunConfig, task: protocols.Task, answer: str, sender: connection.Connection) -> None:
     """Sends the first problem or an empty text, whether a run would surely fail with it, and the answer's reward."""
 
     async def body(output: str) -> float | None:
-        async with _opened(run, task) as opened:
-            if opened is None:
+        async with _open_environment(run, task) as environment_and_tools:
+            if environment_and_tools is None:
                 return None
-            world, _ = opened
+            world, _ = environment_and_tools
             messages = await world.reset()
             if (template := tokenizer()) is not None:
                 loop.prompt_tokens(template, task, messages, factories.limits(run))
             result = await world.step(output)
             # Reward functions may replace the environment's own reward.
-            own = user_values.is_finite(result.reward) or not run.reward.functions or run.reward.environment_weight
-            return world.reward(result.reward) if result.done and own else None
+            uses_reward = (
+                user_values.is_finite(result.reward) or not run.reward.functions or run.reward.environment_weight
+            )
+            return world.reward(result.reward) if result.done and uses_reward else None
 
     @functools.cache
     def tokenizer() -> protocols.Tokenizer | None:
@@ -150,16 +154,16 @@ def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: co
             return None
 
     problem, certain, rewards = "", True, list[float | None]()
-    for output, given in ((answer, GIVEN), ("", SILENT)):
+    for output, suffix in ((answer, GIVEN), ("", SILENT)):
         try:
             rewards.append(earned := asyncio.run(body(output)))
-            if given is SILENT and earned is not None and earned > 0:
+            if suffix is SILENT and earned is not None and earned > 0:
                 name = resolving.shown(run.task.environment)
-                problem, certain = f"{name} paid {earned:g}, which a policy can earn by writing nothing{given}", False
+                problem, certain = f"{name} paid {earned:g}, which a policy can earn by writing nothing{suffix}", False
         except protocols.LibraError as error:
-            problem, certain = str(error).removeprefix("config.task.environment: ") + given, given is GIVEN
+            problem, certain = str(error).removeprefix("config.task.environment: ") + suffix, suffix is GIVEN
         except Exception as error:  # of the user's code; a traceback would hide what it was doing
-            problem, certain = resolving.raised(error) + given, given is GIVEN
+            problem, certain = resolving.raised(error) + suffix, suffix is GIVEN
         if problem:
             break
     sender.send((problem, certain, rewards[0] if rewards else None))

@@ -107,11 +107,11 @@ class Runner(abc.ABC):
         # A rollout restored from a checkpoint may have them already.
         if teacher is None or self._config.task.masks(trajectory.finish):
             return
-        began = self._clock()
+        start_seconds = self._clock()
         for segment in trajectory.segments:
             if not segment.teacher_log_probs:
                 segment.teacher_log_probs.extend((await teacher.log_probs(segment.context()))[segment.shared :])
-        trajectory.metrics["teacher/seconds"] = self._clock() - began
+        trajectory.metrics["teacher/seconds"] = self._clock() - start_seconds
 
 
 class Rollouts(Runner):
@@ -134,8 +134,8 @@ class Rollouts(Runner):
         self._voids: collections.Counter[str] = collections.Counter()
 
     def take_voids(self) -> collections.Counter[str]:
-        taken, self._voids = self._voids, collections.Counter()
-        return taken
+        voids, self._voids = self._voids, collections.Counter()
+        return voids
 
     def take_counts(self) -> protocols.StreamCounts:
         return self._streams.take_counts()

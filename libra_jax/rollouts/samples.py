@@ -56,13 +56,13 @@ class Samples:
         prompt, turns = "", []
         for segment in trajectory.segments:
             pieces = self._pieces(segment)
-            known = iter(segment.turns)
+            turn_iterator = iter(segment.turns)
             for place, (source, text) in enumerate(pieces):
                 if source != protocols.TokenSource.MODEL:
                     continue
                 # Tool tokens follow every output except the last.
                 answered = place + 1 < len(pieces) and pieces[place + 1][0] == protocols.TokenSource.TOOL
-                turn = next(known, protocols.Turn(generated_tokens=0))
+                turn = next(turn_iterator, protocols.Turn(generated_tokens=0))
                 turns.append(
                     {
                         "text": text,

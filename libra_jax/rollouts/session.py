@@ -29,7 +29,7 @@ class Session:
       sampler: source of tokens.
       limits: limits of the rollout. Its seconds are the caller's to keep.
       read_status: reads what a tool returned off the messages that a request adds.
-      heard: called at new tokens.
+      on_tokens: called at new tokens.
       strict: refuse requests for other sampling than the run's, or with hints. If False, these are counted.
 
     Attributes:
@@ -52,7 +52,7 @@ class Session:
         sampler: protocols.Sampler,
         limits: loop.Limits,
         read_status: tool_results.ReadStatus,
-        heard: Callable[[], None] = lambda: None,
+        on_tokens: Callable[[], None] = lambda: None,
         strict: bool = False,
     ) -> None:
         self._trajectory = trajectory
@@ -60,7 +60,7 @@ class Session:
         self._sampler = sampler
         self._limits = limits
         self._read_status = read_status
-        self._heard = heard
+        self._on_tokens = on_tokens
         self._strict = strict
         self._clock = asyncio.get_running_loop().time
         self._lines: list[lines.Line] = []
@@ -169,23 +169,26 @@ class Session:
         for line in self._lines:
             # The client has an answer of which nobody knew whether it arrived.
             if line.offered is not None and not line.busy and line.tools == tools:
-                known = (*line.messages, line.offered.message)
-                if len(messages) > len(known) and lines.same(known, messages[: len(known)]):
+                dialogue = (*line.messages, line.offered.message)
+                if len(messages) > len(dialogue) and lines.same(dialogue, messages[: len(dialogue)]):
                     self._deliver(line, line.offered)
             # The client lost the answer, and asks again.
             if line.outstanding and not line.busy and line.tools == tools and lines.same(line.messages, messages):
                 line.returned = protocols.CausalState("client", 0, "timeout")
                 return line
         try:
-            found = self._known(tools, messages)
-            if found is not None:
-                line, output = found
+            best_match = self._find_output(tools, messages)
+            if best_match is not None:
+                line, output = best_match
                 # As they were before the client rewrote them: the template may want the reasoning, or the calls' ids.
-                own = line.messages[: output.messages]
-                ids = lines.call_ids(own, messages)
+                session_messages = line.messages[: output.messages]
+                ids = lines.call_ids(session_messages, messages)
                 failed = [ids.get(name, name) for name in request.failed_calls]
                 request = dataclasses.replace(request, failed_calls=failed)
-                messages = (*own, *(lines.renamed(message, ids) for message in messages[len(own) :]))
+                messages = (
+                    *session_messages,
+                    *(lines.renamed(message, ids) for message in messages[len(session_messages) :]),
+                )
                 added = self._form.extend(messages, output.messages, tools)
                 if added is not None:
                     # An output that a limit or a stop text ended lacks its stop token.
@@ -219,7 +222,7 @@ class Session:
             self._generated -= tokens
             return
 
-    def _known(
+    def _find_output(
         self, tools: tuple[protocols.ToolSpec, ...], messages: tuple[protocols.Message, ...]
     ) -> tuple[lines.Line, lines.Output] | None:
         """Returns the delivered output that has the longest dialogue up to it which these messages begin with."""
@@ -249,8 +252,8 @@ class Session:
         self._check_room(segment.shared + output.end + len(added))
         last = output is line.outputs[-1] and not line.outstanding
         if not last or not lines.text_fits(segment, output.end, added):
-            known = segment.context()[: segment.shared + output.end]
-            return self._begin([*known, *added], line.tools, messages)
+            output_context = segment.context()[: segment.shared + output.end]
+            return self._begin([*output_context, *added], line.tools, messages)
         # A resumed rollout may hold these tokens already.
         segment.append_text(added[len(segment.token_ids) - output.end :], protocols.TokenSource.TOOL)
         line.position = output.end + len(added)
@@ -260,38 +263,38 @@ class Session:
 
     def _begin(
         self,
-        wanted: list[int],
+        context: list[int],
         tools: tuple[protocols.ToolSpec, ...],
         messages: tuple[protocols.Message, ...],
     ) -> lines.Line:
         """Begins a line with this context, on a segment that a resumed rollout holds already, or on a new one."""
-        taken = {id(line.segment) for line in self._lines}
+        used_segments = {id(line.segment) for line in self._lines}
         for segment in self._trajectory.segments:
-            own = len(wanted) - segment.shared
-            if id(segment) in taken or own <= 0 or own > len(segment.token_ids):
+            own_length = len(context) - segment.shared
+            if id(segment) in used_segments or own_length <= 0 or own_length > len(segment.token_ids):
                 continue
             # What follows the prompt has to be an output, or nothing yet.
-            cut_off = own == len(segment.token_ids) or segment.sources[own] == protocols.TokenSource.MODEL
-            if cut_off and list(segment.context()[: len(wanted)]) == wanted:
-                line = lines.Line(segment, tools, messages, position=own)
+            cut_off = own_length == len(segment.token_ids) or segment.sources[own_length] == protocols.TokenSource.MODEL
+            if cut_off and list(segment.context()[: len(context)]) == context:
+                line = lines.Line(segment, tools, messages, position=own_length)
                 break
         else:
             root = self._trajectory
-            unused = not root.token_ids and id(root) not in taken
-            segment = root if unused else root.branch(*self._nearest(wanted))
+            unused = not root.token_ids and id(root) not in used_segments
+            segment = root if unused else root.branch(*self._nearest(context))
             # `branch` may share less, or with an ancestor.
-            segment.append_text(wanted[segment.shared :], protocols.TokenSource.PROMPT)
+            segment.append_text(context[segment.shared :], protocols.TokenSource.PROMPT)
             line = lines.Line(segment, tools, messages, position=len(segment.token_ids))
         self._lines.append(line)
         return line
 
-    def _nearest(self, wanted: Sequence[int]) -> tuple[protocols.Segment | None, int]:
+    def _nearest(self, context: Sequence[int]) -> tuple[protocols.Segment | None, int]:
         """Returns the segment whose known context has the most first tokens in common with this one, and how many."""
         parent, shared = None, 0
         for line in self._lines:
-            context = line.segment.context()[: line.segment.shared + line.position]
+            line_context = line.segment.context()[: line.segment.shared + line.position]
             # The last token is always an own one: no parent can predict a segment's first sampled token.
-            common = lines.common(context, wanted[:-1])
+            common = lines.common(line_context, context[:-1])
             if common > shared:
                 parent, shared = line.segment, common
         return parent, shared
@@ -317,13 +320,15 @@ class Session:
             # An agent without the role "tool": what comes first answers the call.
             added = [dataclasses.replace(added[0], role="tool", tool_call_id=first.call_id), *added[1:]]
         for message in added:
-            made = calls.get(message.tool_call_id)
-            read = self._read_status(made, message)
+            answered_call = calls.get(message.tool_call_id)
+            read = self._read_status(answered_call, message)
             if read is not None:
                 tool, outcome = read
                 marked = message.tool_call_id in failed_calls and outcome == "success"
                 outcome = "failure" if marked else outcome
-                answers.append(protocols.ToolReturn(tool, outcome, message.content, call=tool_results.call(made)))
+                answers.append(
+                    protocols.ToolReturn(tool, outcome, message.content, call=tool_results.call(answered_call))
+                )
         turn = line.segment.turns[len(line.outputs) - 1]
         turn.payload_tokens = payload_tokens
         # A replayed turn keeps the seconds that it took the first time.
@@ -338,8 +343,8 @@ class Session:
     async def _output(
         self, line: lines.Line, request: protocols.ChatRequest
     ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
-        segment, start, began = line.segment, line.position, self._clock()
-        kept, complete = self._retained(segment, start)
+        segment, start, start_seconds = line.segment, line.position, self._clock()
+        token_count, complete = self._retained(segment, start)
         room = min(
             self._limits.max_tokens,
             self._limits.max_tokens if request.max_tokens is None else request.max_tokens,
@@ -349,29 +354,29 @@ class Session:
             room = min(room, self._limits.rollout_tokens - self._generated)
         parser = self._form.parser(request.tools, segment.context()[: segment.shared + start])
         reader = outputs.Reader(self._form, parser, request.stop)
-        if complete or kept >= room:
-            for delta in reader.feed(segment.token_ids[start : start + kept]):
+        if complete or token_count >= room:
+            for delta in reader.feed(segment.token_ids[start : start + token_count]):
                 yield delta
         else:
-            async with contextlib.aclosing(self._sample(line, room - kept, reader)) as deltas:
+            async with contextlib.aclosing(self._sample(line, room - token_count, reader)) as deltas:
                 async for delta in deltas:
                     yield delta
-        kept = reader.tokens
-        beyond = segment.sources[start + kept :]
+        token_count = reader.tokens
+        beyond = segment.sources[start + token_count :]
         if beyond and all(source == protocols.TokenSource.MODEL for source in beyond):
             # Tokens that the engine had sampled beyond a stop text are no part of the output.
-            segment.cut(start + kept)
+            segment.cut(start + token_count)
         rest, message = reader.finish()
         for delta in rest:
             yield delta
-        self._record(line, kept, began)
-        line.offered = lines.Offered(message, kept, reader.stopped)
-        ids, scores = segment.token_ids[start : start + kept], segment.log_probs[start : start + kept]
+        self._record(line, token_count, start_seconds)
+        line.offered = lines.Offered(message, token_count, reader.stopped)
+        ids, scores = segment.token_ids[start : start + token_count], segment.log_probs[start : start + token_count]
         reply = protocols.Reply(
             message=message,
             finish="tool_calls" if message.tool_calls else "stop" if reader.ended else "length",
             prompt_tokens=segment.shared + start,
-            output_tokens=kept,
+            output_tokens=token_count,
             output_ids=tuple(ids),
             log_probs=tuple(scores),
             stop_text=reader.stop_text,
@@ -396,14 +401,14 @@ class Session:
 
     def _retained(self, segment: protocols.Segment, start: int) -> tuple[int, bool]:
         """Returns the number of retained tokens of the output that begins at `start`, and whether it is complete."""
-        kept = 0
+        token_count = 0
         for token, source in zip(segment.token_ids[start:], segment.sources[start:], strict=True):
             if source != protocols.TokenSource.MODEL:
-                return kept, True
-            kept += 1
+                return token_count, True
+            token_count += 1
             if token in self._form.stop_token_ids:
-                return kept, True
-        return kept, False
+                return token_count, True
+        return token_count, False
 
     async def _sample(
         self, line: lines.Line, room: int, reader: outputs.Reader
@@ -411,15 +416,15 @@ class Session:
         """Samples at most `room` more tokens of the line's output, and streams it from its beginning on."""
         segment, fed, more = line.segment, line.position, asyncio.Event()
 
-        def heard() -> None:
-            self._heard()
+        def handle_tokens() -> None:
+            self._on_tokens()
             more.set()
 
         if line.returned is not None:
             await self._sampler.tool_returned(segment, line.returned)
         limits = self._limits
         sampling = protocols.SamplingParams(limits.temperature, room, tuple(self._form.stop_token_ids), limits.options)
-        work = asyncio.ensure_future(self._sampler.sample(segment, sampling, heard))
+        work = asyncio.ensure_future(self._sampler.sample(segment, sampling, handle_tokens))
         work.add_done_callback(lambda _: more.set())
         try:
             while not reader.ended:
@@ -440,13 +445,13 @@ class Session:
             await asyncio.wait({work})
             await self._sampler.tool_called(segment)
 
-    def _record(self, line: lines.Line, generated: int, began: float) -> None:
+    def _record(self, line: lines.Line, generated: int, start_seconds: float) -> None:
         """Records the turn of an output. Fills in the retained turn of a resumed rollout."""
         turns, number = line.segment.turns, len(line.outputs)
         if number < len(turns):
             turns[number].generated_tokens = generated
         else:
-            turns.append(protocols.Turn(generated_tokens=generated, start_seconds=began))
+            turns.append(protocols.Turn(generated_tokens=generated, start_seconds=start_seconds))
 
     # The end --------------------------------------------------------------------------------------------------------
 
@@ -475,16 +480,16 @@ class Session:
         # Children first: what they share has to stay.
         needed: dict[int, int] = {}
         for segment in reversed(self._trajectory.segments):
-            known = by_segment.get(id(segment))
-            seen = known.position if known is not None else 0
-            kept = max(seen, needed.get(id(segment), 0))
-            segment.cut(kept)
-            del segment.turns[len(known.outputs) if known is not None else 0 :]
+            segment_line = by_segment.get(id(segment))
+            client_position = segment_line.position if segment_line is not None else 0
+            length = max(client_position, needed.get(id(segment), 0))
+            segment.cut(length)
+            del segment.turns[len(segment_line.outputs) if segment_line is not None else 0 :]
             # Context of a child, which another output than this rollout's may have led to.
-            segment.disown(seen, kept)
-            if not kept:
+            segment.disown(client_position, length)
+            if not length:
                 # Of a resumed rollout, whose harness went another way. What it shared may be gone as well.
                 segment.parent, segment.shared = None, 0
             elif segment.parent is not None:
-                own = segment.shared - segment.parent.shared
-                needed[id(segment.parent)] = max(needed.get(id(segment.parent), 0), own)
+                shared_length = segment.shared - segment.parent.shared
+                needed[id(segment.parent)] = max(needed.get(id(segment.parent), 0), shared_length)

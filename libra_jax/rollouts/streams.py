@@ -53,8 +53,8 @@ class Request:
       instance: where it decodes; empty while it waits or its tool runs.
       waits: True while it asks for tokens and has no instance.
       waits_since: start of the wait that is not in the counts yet.
-      placed: set while it has an instance.
-      heard: called at new tokens.
+      has_instance: set while it has an instance.
+      on_tokens: called at new tokens.
     """
 
     segment: protocols.Segment
@@ -65,9 +65,9 @@ class Request:
     instance: str = ""
     waits: bool = False
     waits_since: float = 0.0
-    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    has_instance: asyncio.Event = field(default_factory=asyncio.Event)
     stream: Stream | None = None
-    heard: Callable[[], None] | None = None
+    on_tokens: Callable[[], None] | None = None
     route: moves.Route = field(default_factory=moves.Route)
     failures: int = 0
     away_since: float = 0.0
@@ -81,7 +81,7 @@ class Request:
         """Takes the request off its instance: its stream ends, and the next one waits for a placement."""
         self.instance = ""
         # Cleared before the stream ends: `sample` looks at it next.
-        self.placed.clear()
+        self.has_instance.clear()
         if self.stream is not None:
             self.stream.end()
 
@@ -140,7 +140,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         completed = rollout.trajectory.finish is not None
         trained = completed and rollout.group_id != protocols.EVALUATION_GROUP
         if trained and rollout.requests:
-            rollout.trajectory.metrics["moves"] = float(sum(len(each.route.moves) for each in rollout.requests))
+            rollout.trajectory.metrics["moves"] = float(sum(len(request.route.moves) for request in rollout.requests))
         # Children first, so that the scheduler never holds a segment whose parent it has forgotten.
         for request in reversed(rollout.requests):
             del self._requests[request.name]
@@ -173,12 +173,12 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         self,
         segment: protocols.Segment,
         sampling: protocols.SamplingParams,
-        heard: Callable[[], None] | None = None,
+        on_tokens: Callable[[], None] | None = None,
     ) -> protocols.FinishReason:
         """Samples one turn (`protocols.Sampler.sample`). Fails after `rollout.generation_retries` failures."""
         # A request lives from its segment's first turn to the rollout's end, so later turns find it here.
         request = self._requests.get(segment.name) or self._arrive(segment)
-        request.heard, start = heard, len(segment.token_ids)
+        request.on_tokens, start = on_tokens, len(segment.token_ids)
         while True:
             # An engine may die after the turn's last token and before it sends the reason.
             sampled = len(segment.token_ids) - start
@@ -191,7 +191,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
                 try:
                     # The request may lose its place again before it wakes.
                     while not request.instance:
-                        await request.placed.wait()
+                        await request.has_instance.wait()
                 finally:
                     self._count_wait(request)
                     request.waits = False
@@ -250,8 +250,8 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         if request.stream is not None and request.stream.engine.name != placement.instance:
             request.stream.end()
         request.instance = placement.instance
-        request.placed.set()
-        request.route.placed(placement.move)
+        request.has_instance.set()
+        request.route.take_placement(placement.move)
 
     async def _stream(self, request: Request, sampling: protocols.SamplingParams) -> protocols.FinishReason | None:
         """Streams tokens from the request's instance. Returns the finish reason, or None to resume elsewhere."""
@@ -259,7 +259,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         stream = Stream(engine, engine.life, self._loop.create_future(), begin, begin)
         request.stream = stream
         before = request.generated
-        request.route.served(len(request.segment.turns), request.segment.context_tokens, self.counts)
+        request.route.begin_stream(len(request.segment.turns), request.segment.context_tokens, self.counts)
         pump = self._loop.create_task(self._pump(request, stream, sampling))
         # Once the pump is done, every token has arrived.
         pump.add_done_callback(lambda _: stream.end())
@@ -291,7 +291,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
 
     async def _pump(self, request: Request, stream: Stream, sampling: protocols.SamplingParams) -> None:
         self._streams += 1
-        asked = protocols.GenerationRequest(
+        generation_request = protocols.GenerationRequest(
             # Unique per stream: an engine may still be aborting this request's last one.
             request_id=f"{request.name}#{self._streams}",
             token_ids=request.segment.context(),
@@ -299,10 +299,12 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
             routed_tokens=request.segment.routed_tokens,
         )
         if self._transfers and request.route.move is not None:
-            asked = replace(asked, kv_source=await self._kv_source(request.route.move, stream, asked))
+            generation_request = replace(
+                generation_request, kv_source=await self._kv_source(request.route.move, stream, generation_request)
+            )
         if stream.engine.client is None:
             raise protocols.WorkerLost(f"{stream.engine.name} was lost before {request.name} began there")
-        async with contextlib.aclosing(stream.engine.client.generate(asked)) as deltas:
+        async with contextlib.aclosing(stream.engine.client.generate(generation_request)) as deltas:
             async for delta in deltas:
                 if stream.closed:
                     return
@@ -310,11 +312,11 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
                 if not stream.answered:
                     stream.answered = True
                     self._engines.answered(stream.engine.name, stream.life)
-                    request.route.answered(now - stream.begin, self.counts)
+                    request.route.record_answer(now - stream.begin, self.counts)
                 request.segment.append_sampled(delta)
                 request.generated += len(delta.token_ids)
-                if request.heard is not None:
-                    request.heard()
+                if request.on_tokens is not None:
+                    request.on_tokens()
                 if request.group_id != protocols.EVALUATION_GROUP:
                     self.counts.tokens += len(delta.token_ids)
                 if delta.finish_reason == "abort":
@@ -326,7 +328,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         raise protocols.WorkerLost(f"the stream of {request.name} from {stream.engine.name} ended without a finish")
 
     async def _kv_source(
-        self, move: protocols.Move, stream: Stream, asked: protocols.GenerationRequest
+        self, move: protocols.Move, stream: Stream, generation_request: protocols.GenerationRequest
     ) -> Mapping[str, Any] | None:
         """Keys and values that the instance before keeps for this one; None where they have to be computed again."""
         source, version = self._engines.engines.get(move.source), stream.engine.policy_version
@@ -334,7 +336,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
             return None
         client, life = source.client, source.life
         try:
-            kept = await client.hand_over(asked)
+            kv_source = await client.hand_over(generation_request)
         except protocols.WorkerLost as error:
             self._failed(source, life, error)
             return None
@@ -345,7 +347,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         if not version == source.policy_version == stream.engine.policy_version:
             return None
         self.counts.transferred += 1
-        return kept
+        return kv_source
 
     def _failed(self, engine: protocols.StreamEngine, life: int, error: BaseException) -> None:
         """Reports a failed instance. Its requests wait until the dispatcher has heard of it and places them again."""
@@ -380,7 +382,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
                         "(config.deadlines.first_token)."
                     )
                     # If every stream of the engine stands still, the engine hangs; otherwise only this stream does.
-                    peers = [other for _, other in streams if other.engine is stream.engine]
-                    if all(now - other.last_delta >= self._deadline for other in peers):
+                    peers = [peer for _, peer in streams if peer.engine is stream.engine]
+                    if all(now - peer.last_delta >= self._deadline for peer in peers):
                         self._failed(stream.engine, stream.life, error)
                     stream.end(error)

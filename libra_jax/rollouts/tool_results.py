@@ -79,18 +79,18 @@ def error(text: str) -> str:
 
     The last name of an exception counts ("ImportError"), and else an exit status ("exit 1").
     """
-    found = _ERROR.findall(text[-_ERROR_ENDS:])
-    if found:
-        return str(found[-1])
+    error_names = _ERROR.findall(text[-_ERROR_ENDS:])
+    if error_names:
+        return str(error_names[-1])
     exits = _EXIT.search(text[-_ERROR_ENDS:])
     return f"exit {exits.group(1)}" if exits is not None and int(exits.group(1)) else ""
 
 
-def call(made: protocols.ToolCall | None) -> str:
+def call(tool_call: protocols.ToolCall | None) -> str:
     """Returns what a call that runs a command does: test, edit, install or read; nothing for all others."""
-    if made is None or len(made.arguments) > 2**20:
+    if tool_call is None or len(tool_call.arguments) > 2**20:
         return ""
-    arguments = messages.json_object(made.arguments) or {}
+    arguments = messages.json_object(tool_call.arguments) or {}
     command = arguments.get("command", arguments.get("cmd"))
     if not isinstance(command, str):
         return ""
@@ -117,14 +117,14 @@ def checked(
     def status(call: protocols.ToolCall | None, message: protocols.Message) -> tuple[str, protocols.ToolStatus] | None:
         try:
             with user_code.contain_exits():
-                found = read(call, message)
+                result = read(call, message)
         except Exception as error:
             raise crash("status", resolving.raised(error)) from error
-        if found is None:
+        if result is None:
             return None
         statuses: tuple[protocols.ToolStatus, ...] = ("success", "failure", "timeout")
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str) and found[1] in statuses:
-            return found[0], statuses[statuses.index(found[1])]
-        raise crash("status", f"returned {found!r:.80} instead of a tool's name and one of {', '.join(statuses)}")
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str) and result[1] in statuses:
+            return result[0], statuses[statuses.index(result[1])]
+        raise crash("status", f"returned {result!r:.80} instead of a tool's name and one of {', '.join(statuses)}")
 
     return status

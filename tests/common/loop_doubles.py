@@ -33,7 +33,7 @@ class ScriptedSampler:
         self.events: list[object] = []
         self.requests: list[protocols.SamplingParams] = []
 
-    async def sample(self, trajectory, sampling, heard=None):
+    async def sample(self, trajectory, sampling, on_tokens=None):
         self.requests.append(sampling)
         start = len(trajectory.token_ids)
         while start and trajectory.sources[start - 1] == protocols.TokenSource.MODEL:
@@ -51,8 +51,8 @@ class ScriptedSampler:
             if self.seconds:
                 await asyncio.sleep(self.seconds)
             self.append(trajectory, tokens[place : place + self.delta])
-            if heard:
-                heard()
+            if on_tokens:
+                on_tokens()
         return reason
 
     def append(self, trajectory, tokens):

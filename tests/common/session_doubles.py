@@ -84,7 +84,7 @@ class Writer:
         self,
         segment: protocols.Segment,
         sampling: protocols.SamplingParams,
-        heard: Callable[[], None] | None = None,
+        on_tokens: Callable[[], None] | None = None,
     ) -> protocols.FinishReason:
         context = list(segment.context())
         self.asked.append(context)
@@ -97,8 +97,8 @@ class Writer:
             segment.append_sampled(
                 protocols.TokenDelta(piece, tuple(-0.5 for _ in piece), (self._version,) * len(piece))
             )
-            if heard is not None:
-                heard()
+            if on_tokens is not None:
+                on_tokens()
             await asyncio.sleep(0)
             if at:
                 await self.gate.wait()

@@ -58,10 +58,12 @@ def with_dispatcher(
 class OpenStreams(streams.Streams):
     """Takes every attempt for one of group 0."""
 
-    async def sample(self, segment: protocols.Segment, sampling: protocols.SamplingParams, heard: Any = None) -> Any:
+    async def sample(
+        self, segment: protocols.Segment, sampling: protocols.SamplingParams, on_tokens: Any = None
+    ) -> Any:
         if isinstance(segment, protocols.Trajectory) and segment.trajectory_id not in self._rollouts:
             self.open(segment, 0, 0)
-        return await super().sample(segment, sampling, heard)
+        return await super().sample(segment, sampling, on_tokens)
 
 
 class Counting(fake_engine.FakeEngine):

@@ -65,8 +65,8 @@ def test_moves_are_counted_with_their_context_when_another_instance_serves():
     route, counts = moves.Route(), protocols.StreamCounts()
     places = [("", "narrow", 10), ("narrow", "narrow", 40), ("narrow", "wide", 90), ("wide", "narrow", 100)]
     for turn, (source, instance, context) in enumerate(places):
-        route.placed(move(source, instance))
-        route.served(turn, context, counts)
+        route.take_placement(move(source, instance))
+        route.begin_stream(turn, context, counts)
     shown = routing.metrics(routing.RoutingCounts(), counts)
     assert shown == {"routing/moves": 2.0, "routing/moved_tokens": 190.0}
     assert [(turn, each.source, each.target) for turn, each in route.moves] == [
@@ -78,16 +78,16 @@ def test_moves_are_counted_with_their_context_when_another_instance_serves():
 def test_of_moves_that_no_stream_followed_only_the_whole_way_counts():
     route, counts = moves.Route(), protocols.StreamCounts()
     for way in (move("", "narrow"), move("narrow", "wide")):  # moved before the first stream: nothing has to follow
-        route.placed(way)
-    route.served(0, 10, counts)
+        route.take_placement(way)
+    route.begin_stream(0, 10, counts)
     assert route.moves == []
-    route.placed(move("wide", "narrow"))
-    route.placed(move("narrow", "other"))
-    route.served(0, 20, counts)
+    route.take_placement(move("wide", "narrow"))
+    route.take_placement(move("narrow", "other"))
+    route.begin_stream(0, 20, counts)
     assert [(each.source, each.target) for _, each in route.moves] == [("wide", "other")]
-    route.placed(move("other", "wide"))
-    route.placed(move("wide", "other"))
-    route.served(0, 30, counts)
+    route.take_placement(move("other", "wide"))
+    route.take_placement(move("wide", "other"))
+    route.begin_stream(0, 30, counts)
     assert counts.moves == 1
 
 
@@ -96,9 +96,9 @@ def test_waits_for_first_tokens_are_told_apart_by_whether_the_request_moved():
     waits = [("narrow", 9.0), ("narrow", 1.0), ("wide", 14.0), ("wide", 12.0), ("narrow", 6.0), ("wide", 19.0)]
     source = ""
     for instance, seconds in waits:
-        route.placed(move(source, instance))
-        route.served(0, 10, counts)
-        route.answered(seconds, counts)
+        route.take_placement(move(source, instance))
+        route.begin_stream(0, 10, counts)
+        route.record_answer(seconds, counts)
         source = instance
     shown = routing.metrics(routing.RoutingCounts(), counts)
     assert len(route.moves) == 3

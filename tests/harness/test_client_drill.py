@@ -71,7 +71,7 @@ class Policy:
     outputs: int = 0
     asides: int = 0
 
-    async def sample(self, segment, sampling, heard=None):
+    async def sample(self, segment, sampling, on_tokens=None):
         context = self.tokenizer.decode(list(segment.context()))
         if TITLE in context:
             write, self.asides = '{"title": "Read a number"}', self.asides + 1
@@ -84,8 +84,8 @@ class Policy:
             piece = tuple(tokens[at : at + 7])
             segment.append_sampled(protocols.TokenDelta(piece, (-0.5,) * len(piece), (1,) * len(piece)))
             self.sampled += len(piece)
-            if heard is not None:
-                heard()
+            if on_tokens is not None:
+                on_tokens()
             await asyncio.sleep(0)
         return "stop"
 

@@ -126,9 +126,9 @@ def test_a_served_policy_samples_as_each_request_asks(tmp_path, monkeypatch):
     asked: list[protocols.SamplingParams] = []
     sample = streams.Streams.sample
 
-    async def noted(self, segment, sampling, heard=None):
+    async def noted(self, segment, sampling, on_tokens=None):
         asked.append(sampling)
-        return await sample(self, segment, sampling, heard)
+        return await sample(self, segment, sampling, on_tokens)
 
     monkeypatch.setattr(streams.Streams, "sample", noted)
 

@@ -142,7 +142,7 @@ def test_a_prompt_that_leaves_no_room_is_never_scored():
 
 def test_an_engine_that_stops_on_a_foreign_token_is_named():
     class Foreign(doubles.ScriptedSampler):
-        async def sample(self, trajectory, sampling, heard=None):
+        async def sample(self, trajectory, sampling, on_tokens=None):
             trajectory.append_sampled(protocols.TokenDelta((99,), (-1.0,), (0,), "stop"))
             return "stop"
 

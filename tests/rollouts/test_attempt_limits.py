@@ -66,9 +66,9 @@ def timed(outputs, *tools, seconds=0.1, most=2.0, wait=0.0, score=dialogue_doubl
     """An attempt that may take `most` seconds; a place comes after `wait`."""
 
     class Waits(doubles.ScriptedSampler):
-        async def sample(self, trajectory, sampling, heard=None):
+        async def sample(self, trajectory, sampling, on_tokens=None):
             await asyncio.sleep(wait)
-            return await super().sample(trajectory, sampling, heard)
+            return await super().sample(trajectory, sampling, on_tokens)
 
     sampler = Waits(outputs, delta=1, seconds=seconds)
     environment = dialogue_doubles.make(*tools, score=score)
@@ -125,7 +125,7 @@ def test_seconds_of_a_run_that_was_cut_off_count():
 
 def test_a_time_out_of_the_engines_own_is_no_end_of_the_attempt():
     class Broken(doubles.ScriptedSampler):
-        async def sample(self, trajectory, sampling, heard=None):
+        async def sample(self, trajectory, sampling, on_tokens=None):
             raise TimeoutError("the engine's")
 
     async def main():

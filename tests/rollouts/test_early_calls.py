@@ -138,7 +138,7 @@ def heard(tokens, sizes):
         for size in sizes:
             new = tokens[at : at + size]
             trajectory.append_sampled(protocols.TokenDelta(tuple(new), (0.0,) * len(new), (0,) * len(new)))
-            hear.heard()
+            hear.pass_on()
             at += size
     assert hear.error is None
     return pieces

@@ -228,7 +228,7 @@ def test_a_harness_that_asks_for_nothing_has_crashed():
 
 def test_an_error_of_the_engines_is_not_the_harness_fault():
     class Broken(doubles.Writer):
-        async def sample(self, segment, sampling, heard=None):
+        async def sample(self, segment, sampling, on_tokens=None):
             raise protocols.WorkerLost("no engine is left")
 
     async def swallows(ask) -> protocols.Outcome:

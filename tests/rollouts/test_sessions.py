@@ -450,7 +450,7 @@ def test_another_temperature_is_counted_or_refused():
 
 def test_an_error_of_the_engines_breaks_the_session():
     class Broken(doubles.Writer):
-        async def sample(self, segment, sampling, heard=None):
+        async def sample(self, segment, sampling, on_tokens=None):
             raise protocols.WorkerLost("no engine is left")
 
     async def test() -> None:
