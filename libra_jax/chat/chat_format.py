@@ -77,9 +77,9 @@ class CharacterFormat(_Format):
         return self._tokenizer.render(messages, first=True, generation_prompt=True)
 
     def extend(
-        self, messages: Sequence[protocols.Message], known: int, tools: Sequence[protocols.ToolSpec]
+        self, messages: Sequence[protocols.Message], known_count: int, tools: Sequence[protocols.ToolSpec]
     ) -> list[int] | None:
-        return self.render(messages[known:], tools)
+        return self.render(messages[known_count:], tools)
 
 
 class HuggingFaceFormat(_Format):
@@ -101,9 +101,9 @@ class HuggingFaceFormat(_Format):
         return self._tokenizer.encode(self._tokenizer.dialogue(messages, tools))
 
     def extend(
-        self, messages: Sequence[protocols.Message], known: int, tools: Sequence[protocols.ToolSpec]
+        self, messages: Sequence[protocols.Message], known_count: int, tools: Sequence[protocols.ToolSpec]
     ) -> list[int] | None:
-        """Returns the tokens after the stop token of the output `messages[known - 1]`.
+        """Returns the tokens after the stop token of the output `messages[known_count - 1]`.
 
         Compared is what the template writes for all messages with what the model saw:
         - before the output, the text has to be the one that the output followed, character by character;
@@ -111,22 +111,22 @@ class HuggingFaceFormat(_Format):
           the template writes the calls' JSON, because the sampled tokens stay;
         - the text after the output is taken as it is.
         """
-        seen = self._tokenizer.dialogue(messages[: known - 1], tools)
-        whole = self._tokenizer.dialogue(messages, tools)
-        if not whole.startswith(seen):
+        prefix = self._tokenizer.dialogue(messages[: known_count - 1], tools)
+        dialogue = self._tokenizer.dialogue(messages, tools)
+        if not dialogue.startswith(prefix):
             return None
-        text = whole[len(seen) :]
+        text = dialogue[len(prefix) :]
         ends = [(at, end) for end in self._ends if (at := text.find(end)) >= 0]
         if not ends:
             return None
         at, end = min(ends)
-        if not self._keeps(messages[known - 1], text[:at]):
+        if not self._keeps(messages[known_count - 1], text[:at]):
             return None
         return self._tokenizer.encode_after_turn(text[at + len(end) :])
 
-    def _keeps(self, output: protocols.Message, written: str) -> bool:
+    def _keeps(self, output: protocols.Message, text: str) -> bool:
         """Returns whether the template has written all of an output."""
-        squeezed = "".join(control_tokens.joined(written).split())
+        squeezed = "".join(control_tokens.joined(text).split())
         parts = [output.reasoning, output.content, *(call.name for call in output.tool_calls)]
         # An output that spells a stop token's text in other tokens would be cut in the middle.
         if any(end in part for end in self._ends for part in (*parts, *(call.arguments for call in output.tool_calls))):

@@ -40,19 +40,19 @@ class ControlTokens:
       hugging_face: The tokenizer.
       framing: Tokens with which the template begins and ends turns, although the tokenizer may not call them special.
       in_tools: Those around a tool's return. Only a tool must not write them.
-      written: Tokens that an assistant's message may hold, such as marks of calls, although the tokenizer calls them
+      in_outputs: Tokens that an assistant's message may hold, such as marks of calls, although the tokenizer calls them
         special.
     """
 
     def __init__(
-        self, hugging_face: Any, framing: Collection[str], in_tools: Collection[str], written: Collection[str]
+        self, hugging_face: Any, framing: Collection[str], in_tools: Collection[str], in_outputs: Collection[str]
     ) -> None:
         self._hugging_face = hugging_face
         special = {*hugging_face.all_special_tokens, *framing}
         special |= {str(token) for token in hugging_face.added_tokens_decoder.values() if token.special}
         self._names = {text: f"{_ESCAPE}{text}{_ESCAPE}" for text in (*special, *in_tools)}
         self._all = any_of(self._names)
-        self._by_role = {"tool": self._all, "assistant": any_of(special - set(written))}
+        self._by_role = {"tool": self._all, "assistant": any_of(special - set(in_outputs))}
         self._default = any_of(special)
 
     def cut(self, value: Any, role: str = "") -> Any:

@@ -33,7 +33,7 @@ class Endpoint:
 
 
 def create(
-    base_url: str, *, api_key_env: str, seconds: float, retries: int, field_name: str, whose: str = ""
+    base_url: str, *, api_key_env: str, seconds: float, retries: int, field_name: str, owner_prefix: str = ""
 ) -> Endpoint:
     """Returns an endpoint. Nothing is asked of it yet.
 
@@ -43,18 +43,18 @@ def create(
       seconds: Deadline of one request in seconds.
       retries: Number of retries of a request.
       field_name: Field of the config for errors.
-      whose: Owner of the arguments for errors, such as "the judge's ".
+      owner_prefix: Owner of the arguments for errors, such as "the judge's ".
     """
     try:
         import openai  # imported here: it is optional and takes a second to import
     except ModuleNotFoundError as error:
-        owner = whose.removesuffix("'s ") or "an endpoint"
+        owner = owner_prefix.removesuffix("'s ") or "an endpoint"
         raise protocols.ConfigError(
             f"config.{field_name}: {owner} needs the package openai; install it with `pip install openai`"
         ) from error
 
     def check(condition: bool, problem: str) -> None:
-        config.check(condition, field_name, f"{whose}{problem}")
+        config.check(condition, field_name, f"{owner_prefix}{problem}")
 
     check(base_url.startswith(("http://", "https://")), "base_url must start with http:// or https://")
     check(0 < seconds < math.inf and retries >= 0, "seconds must be positive, and its retries not negative")

@@ -74,12 +74,12 @@ class Scanner:
         ahead, place = self._ahead + text, 0
         while True:
             if self._tag is None:
-                found = self._opening.search(ahead, place)
-                if found is None:
+                opening = self._opening.search(ahead, place)
+                if opening is None:
                     # The end may be the beginning of a mark whose rest comes with the next piece.
                     self._ahead = ahead[max(place, len(ahead) - self._longest) :]
                     return calls
-                self._tag, place = self._tags[found.group()], found.end()
+                self._tag, place = self._tags[opening.group()], opening.end()
                 self._body, self._doubts = [], []
             tag = self._tag
             end = ahead.find(tag.close, place)
@@ -201,12 +201,13 @@ class _Parameters:
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        told = schema["function"]["parameters"]
+        parameters = schema["function"]["parameters"]
         # JSON schema allows True and False in place of a schema. They say nothing about the type.
         self.schemas: dict[str, Mapping[str, Any]] = {
-            name: inner if isinstance(inner, Mapping) else {} for name, inner in told.get("properties", {}).items()
+            name: inner if isinstance(inner, Mapping) else {}
+            for name, inner in parameters.get("properties", {}).items()
         }
-        self.required = tuple(told.get("required", ()))
+        self.required = tuple(parameters.get("required", ()))
         one = self.required[0] if len(self.required) == 1 else ""
         self.text = one if _is_text(self.schemas.get(one, {})) else ""
 
@@ -230,22 +231,22 @@ def _children(body: str, parameters: _Parameters) -> dict[str, Any] | None:
     values: dict[str, Any] = {}
     place = 0
     while place < len(body):
-        opened = re.compile(r"\s*<([^<>\s/]+)>").match(body, place)
-        if opened is None or (name := opened.group(1)) in values or name not in parameters.schemas:
+        opening_tag = re.compile(r"\s*<([^<>\s/]+)>").match(body, place)
+        if opening_tag is None or (name := opening_tag.group(1)) in values or name not in parameters.schemas:
             return values if not body[place:].strip() and values else None
-        left = "|".join(re.escape(other) for other in parameters.schemas if other not in (*values, name))
-        follows = rf"\s*(?:<(?:{left})>|\Z)" if left else r"\s*\Z"
-        closed = re.compile(rf"</{re.escape(name)}>(?={follows})").search(body, opened.end())
-        if closed is None:
+        next_names = "|".join(re.escape(key) for key in parameters.schemas if key not in (*values, name))
+        follows = rf"\s*(?:<(?:{next_names})>|\Z)" if next_names else r"\s*\Z"
+        closing_tag = re.compile(rf"</{re.escape(name)}>(?={follows})").search(body, opening_tag.end())
+        if closing_tag is None:
             return None
         # Without the line breaks right after the opening tag and right before the closing tag.
-        text = body[opened.end() : closed.start()].removeprefix("\n").removesuffix("\n")
+        text = body[opening_tag.end() : closing_tag.start()].removeprefix("\n").removesuffix("\n")
         values[name] = text
         if not _is_text(parameters.schemas[name]):
             # Text that is not JSON stays as it is. The check against the schema refuses it later.
             with contextlib.suppress(ValueError, RecursionError):
                 values[name] = read_json(text)
-        place = closed.end()
+        place = closing_tag.end()
     return values or None
 
 
@@ -258,8 +259,8 @@ def _tag_call(name: str, parameters: _Parameters, body: str) -> tuple[Call, bool
         try:
             arguments = read_json(body) if body.strip() else {}
         except (ValueError, RecursionError):
-            each = "".join(f"<{key}>...</{key}>" for key in parameters.required or parameters.schemas)
-            problem = f"between <{name}> and </{name}> must be {each or 'nothing'}, or a JSON object"
+            tags = "".join(f"<{key}>...</{key}>" for key in parameters.required or parameters.schemas)
+            problem = f"between <{name}> and </{name}> must be {tags or 'nothing'}, or a JSON object"
             return Call(name, None, problem), False
     return Call(name, arguments), False
 

@@ -72,8 +72,8 @@ class HuggingFaceTokenizer:
         self._turn_end = str(tokenizer.convert_ids_to_tokens(tokens[0]))
         self._refusal = self._not_incremental()
         # Some models end their last turn with the token that ends a text, or a call with another one.
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([tokens[0], *own, *ends]))
+        eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([tokens[0], *eos_ids, *ends]))
         self.pad_token_id: int = tokens[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.vocab_size: int = len(tokenizer)
         self._added = control_tokens.any_of(tokenizer.get_added_vocab())
@@ -99,8 +99,8 @@ class HuggingFaceTokenizer:
         # An end beyond the vocabulary has no text.
         ends = {text for text in self.hugging_face.convert_ids_to_tokens([*self.stop_token_ids]) if text is not None}
         turns = {*ends, *framing("user"), *framing("system"), *self._added.findall(self.header)[:1]}
-        written = set(self._added.findall(self.template)) - turns
-        return control_tokens.ControlTokens(self.hugging_face, turns, framing("tool"), written)
+        in_outputs = set(self._added.findall(self.template)) - turns
+        return control_tokens.ControlTokens(self.hugging_face, turns, framing("tool"), in_outputs)
 
     def _not_incremental(self) -> str:
         """Returns why the template cannot be applied to increments; empty if it can.
@@ -160,11 +160,11 @@ class HuggingFaceTokenizer:
         if (tokens := self.encode(header + text))[: len(before)] == before:
             return tokens[len(before) :]
         # A token would span both. Any text before this one will do that keeps a space out of its beginning.
-        wanted = self.decode(before) + control_tokens.joined(text)
-        for other in ("", "\n", ".", "0", "a"):
-            head, tokens = self.encode(other), self.encode(other + text)
+        target_text = self.decode(before) + control_tokens.joined(text)
+        for prefix in ("", "\n", ".", "0", "a"):
+            head, tokens = self.encode(prefix), self.encode(prefix + text)
             tail = tokens[len(head) :]
-            if tokens[: len(head)] == head and self.decode([*before, *tail]) == wanted:
+            if tokens[: len(head)] == head and self.decode([*before, *tail]) == target_text:
                 return tail
         return self.encode(text)
 
@@ -203,29 +203,29 @@ class HuggingFaceTokenizer:
         thought, is left out: a demonstration shows what its author wrote. If the template opens a thought, the content
         closes it, because an answer in a thought is none.
         """
-        asked, said = self._cut(before), self._cut([output])
+        before_forms, output_forms = self._cut(before), self._cut([output])
 
         def text(increment: _Dialogue, generation_prompt: bool) -> str:
             if first:
                 return self._apply(increment, generation_prompt)
             return self._turn_end + self._increment(_PREFIX, increment, generation_prompt)
 
-        header, whole = text(asked, True), text([*asked, *said], False)
-        written, end, _ = whole[len(header) :].partition(self._turn_end)
-        follows, content = bool(end) and whole.startswith(header), str(said[0]["content"])
+        header, full_text = text(before_forms, True), text([*before_forms, *output_forms], False)
+        output_text, end, _ = full_text[len(header) :].partition(self._turn_end)
+        follows, content = bool(end) and full_text.startswith(header), str(output_forms[0]["content"])
         if output.tool_calls or output.reasoning:
             parts = (output.content, output.reasoning, *(call.name for call in output.tool_calls))
-            if not follows or not all(part.strip() in control_tokens.joined(written) for part in parts):
+            if not follows or not all(part.strip() in control_tokens.joined(output_text) for part in parts):
                 raise protocols.DataError(
                     f"{self._name}: the chat template drops the calls, the reasoning or the content of an assistant's "
                     "message; write them in its content, as the model does"
                 )
-        elif not follows or written.strip() != content.strip():
-            written = content
+        elif not follows or output_text.strip() != content.strip():
+            output_text = content
         opening = thoughts.opening(header)
-        if opening and not thoughts.split(opening + control_tokens.joined(written)).answer.strip():
-            written = f"\n{thoughts.MARKS[opening.rstrip()]}\n\n{written}"
-        return self._encode_after(header, written + self._turn_end)
+        if opening and not thoughts.split(opening + control_tokens.joined(output_text)).answer.strip():
+            output_text = f"\n{thoughts.MARKS[opening.rstrip()]}\n\n{output_text}"
+        return self._encode_after(header, output_text + self._turn_end)
 
     def _cut(self, messages: Sequence[protocols.Message]) -> _Dialogue:
         """Returns messages in the template's form, which spell no control token."""
@@ -256,8 +256,8 @@ class HuggingFaceTokenizer:
 
     def _after_output(self, messages: _Dialogue, generation_prompt: bool) -> str:
         """Returns what the template writes after the assistant turn of `_PREFIX`."""
-        _, found, after = self._apply(messages, generation_prompt).partition(_SENTINEL)
-        if not found:
+        _, sentinel, after = self._apply(messages, generation_prompt).partition(_SENTINEL)
+        if not sentinel:
             raise protocols.DataError(f"{self._name}: the chat template drops the content of assistant turns")
         return after
 

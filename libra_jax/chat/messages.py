@@ -25,48 +25,50 @@ def from_dict(item: Any) -> protocols.Message:
     """
     if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
         raise protocols.DataError(f"{item!r:.80} is no message with role and content")
-    whose = f"a message of the role {item['role']!r}"
+    subject = f"a message of the role {item['role']!r}"
     # A part that is dropped without a word would pose another task.
     for name, value in item.items():
         if name not in _FIELDS and value not in EMPTY:
-            raise protocols.DataError(f"{whose} has {name!r}, which no chat template gets; remove it, or the row")
+            raise protocols.DataError(f"{subject} has {name!r}, which no chat template gets; remove it, or the row")
     calls = item.get("tool_calls") or ()
     if calls and item["role"] != "assistant":
-        raise protocols.DataError(f"{whose} has tool_calls; only the assistant calls tools")
+        raise protocols.DataError(f"{subject} has tool_calls; only the assistant calls tools")
     texts = [item.get(name) or "" for name in ("tool_call_id", "name", *_REASONING)]
     if not all(isinstance(text, str) for text in texts) or not isinstance(calls, Sequence):
-        raise protocols.DataError(f"{whose} has a tool_call_id, name or reasoning that is no text, or no list of calls")
+        raise protocols.DataError(
+            f"{subject} has a tool_call_id, name or reasoning that is no text, or no list of calls"
+        )
     call_id, name, *reasoning = texts
     return protocols.Message(
         item["role"],
-        _text(item.get("content"), whose, optional=bool(calls)),
-        tuple(_call(call, whose) for call in calls),
+        _text(item.get("content"), subject, optional=bool(calls)),
+        tuple(_call(call, subject) for call in calls),
         call_id,
         next(filter(None, reasoning), ""),
         name,
     )
 
 
-def _text(content: Any, whose: str, *, optional: bool) -> str:
+def _text(content: Any, subject: str, *, optional: bool) -> str:
     if isinstance(content, str) or (content is None and optional):
         return content or ""
     if not isinstance(content, list) or not content:
-        raise protocols.DataError(f"{whose} has the content {content!r:.80}, which is no text")
+        raise protocols.DataError(f"{subject} has the content {content!r:.80}, which is no text")
     for part in content:
         kind = part.get("type", "unknown") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise protocols.DataError(f"{whose} has content of the kind {kind!r}; a policy of text reads texts only")
+            raise protocols.DataError(f"{subject} has content of the kind {kind!r}; a policy of text reads texts only")
     # As vLLM joins them for templates that take text.
     return "\n".join(part["text"] for part in content)
 
 
-def _call(call: Any, whose: str) -> protocols.ToolCall:
+def _call(call: Any, subject: str) -> protocols.ToolCall:
     function = call.get("function") or call if isinstance(call, Mapping) else {}
     value = function.get("arguments") if isinstance(function, Mapping) else None
     value = json_object(value or "{}") if isinstance(value, str) or value is None else value
     if not isinstance(value, Mapping) or not isinstance(function.get("name"), str):
         raise protocols.DataError(
-            f'{whose} has the call {call!r:.80}; a call is {{"id": ..., "type": "function", "function": '
+            f'{subject} has the call {call!r:.80}; a call is {{"id": ..., "type": "function", "function": '
             '{"name": ..., "arguments": a JSON object}}'
         )
     return protocols.ToolCall(str(call.get("id") or ""), function["name"], json.dumps(value, ensure_ascii=False))
@@ -83,24 +85,24 @@ def for_character(message: protocols.Message) -> str:
     message = _complete(message)
     thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
     calls = [{"name": call.name, "arguments": _arguments(call)} for call in message.tool_calls]
-    written = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-    return thought + "\n".join([*([message.content] if message.content else []), *written])
+    call_texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return thought + "\n".join([*([message.content] if message.content else []), *call_texts])
 
 
 def for_template(message: protocols.Message) -> Mapping[str, Any]:
     """Returns a message as vLLM hands it to a chat template."""
     message = _complete(message)
-    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    form: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         # Templates take arguments as objects; vLLM parses the text of the API for them.
-        made["tool_calls"] = [
+        form["tool_calls"] = [
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
             for call in message.tool_calls
         ]
     # Older templates read the second name of the reasoning.
     further = {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
     further |= {"tool_call_id": message.tool_call_id, "name": message.name}
-    return made | {name: text for name, text in further.items() if text}
+    return form | {name: text for name, text in further.items() if text}
 
 
 def named(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -117,7 +117,7 @@ class MessageParser:
         self._ahead, self._held = opening if thinks is False else "", ""
         self._text: list[str] = []  # what follows the thought
         self._quiet = read is not None and not streams
-        self._said: dict[str, list[str]] = {"reasoning": [], "content": []}
+        self._sent_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
 
     def feed(self, token_ids: Sequence[int]) -> Sequence[protocols.MessageDelta]:
         self._tokens += token_ids
@@ -127,17 +127,19 @@ class MessageParser:
         deltas = self._next(self._stream.finish(), last=True)
         calls: list[protocols.ToolCall] = []
         if self._read is not None:
-            text, said = "".join(self._text), "".join(self._said["content"])
-            reasoning, content, found = self._read(text, self._tokens)
+            text, sent_content = "".join(self._text), "".join(self._sent_texts["content"])
+            reasoning, content, raw_calls = self._read(text, self._tokens)
             # Parsers drop white space in front of calls, which has streamed. What else they drop is content after all.
-            seen = next((seen for seen in (said, said.lstrip()) if content.startswith(seen)), None)
+            prefix = next(
+                (prefix for prefix in (sent_content, sent_content.lstrip()) if content.startswith(prefix)), None
+            )
             deltas += self._say("reasoning", reasoning)
-            deltas += self._say("content", text[len(said) :] if seen is None else content[len(seen) :])
-            for index, call in enumerate(found):
+            deltas += self._say("content", text[len(sent_content) :] if prefix is None else content[len(prefix) :])
+            for index, call in enumerate(raw_calls):
                 name = call.call_id or call_id(self._context, self._tokens, index)
                 calls.append(dataclasses.replace(call, call_id=name))
                 deltas.append(protocols.ToolCallDelta(index, name, call.name, call.arguments))
-        reasoning, content = map("".join, self._said.values())
+        reasoning, content = map("".join, self._sent_texts.values())
         return deltas, protocols.Message("assistant", content, tuple(calls), reasoning=reasoning)
 
     def _next(self, text: str, *, last: bool = False) -> list[protocols.MessageDelta]:
@@ -177,9 +179,9 @@ class MessageParser:
         self._text.append(text)
         if self._read is None or self._quiet:
             return "" if self._quiet else text
-        seen = max(len(self._held) - 1, 0)
+        search_start = max(len(self._held) - 1, 0)
         self._held += text
-        mark = _CALL_MARK.search(self._held, seen)
+        mark = _CALL_MARK.search(self._held, search_start)
         self._quiet = mark is not None
         # Parsers may drop white space at the end of content.
         plain = self._held[: mark.start()].rstrip() if mark else self._held.removesuffix("<").rstrip()
@@ -187,7 +189,7 @@ class MessageParser:
         return plain
 
     def _say(self, part: str, text: str) -> list[protocols.MessageDelta]:
-        self._said[part].append(text)
+        self._sent_texts[part].append(text)
         if not text:
             return []
         return [protocols.ReasoningDelta(text) if part == "reasoning" else protocols.ContentDelta(text)]

@@ -64,8 +64,8 @@ class CharacterTokenizer:
         return tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        known = range(self.vocab_size)
-        return "".join(self._text[token] if token in known else "\ufffd" for token in token_ids)
+        vocabulary = range(self.vocab_size)
+        return "".join(self._text[token] if token in vocabulary else "\ufffd" for token in token_ids)
 
     def render(
         self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool

@@ -147,16 +147,16 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def extend(self, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec]) -> list[int] | None:
-        """Returns the tokens that follow the stop token of the output `messages[known - 1]`.
+    def extend(self, messages: Sequence[Message], known_count: int, tools: Sequence[ToolSpec]) -> list[int] | None:
+        """Returns the tokens that follow the stop token of the output `messages[known_count - 1]`.
 
-        They hold the messages after it, and the header after which the assistant writes. The first `known` messages
-        are those that the outputs' parsers returned, with reasoning, even if a client sent it back without.
+        They hold the messages after it, and the header after which the assistant writes. The first `known_count`
+        messages are those that the outputs' parsers returned, with reasoning, even if a client sent it back without.
         The tools are those of the request that the output answered: with others, a dialogue begins another context.
 
         Returns:
-          The tokens. None if the template writes the first `known` messages in another way once the others follow (it
-          drops the reasoning of earlier turns, for example).
+          The tokens. None if the template writes the first `known_count` messages in another way once the others follow
+          (it drops the reasoning of earlier turns, for example).
 
         Raises:
           DataError: the template refuses the messages.

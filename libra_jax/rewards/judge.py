@@ -185,7 +185,7 @@ def judge(
         seconds=seconds,
         retries=retries,
         field_name="reward.functions",
-        whose="the judge's ",
+        owner_prefix="the judge's ",
     )
     _check(bool(model), "model must be the endpoint's name of one")
     _check(-math.inf < lowest < highest < math.inf, f"scores must rise from lowest ({lowest}) to highest ({highest})")

@@ -196,7 +196,12 @@ def served(
     name = f"{FIELD}_arguments"
     configuration.check(concurrency > 0, name, f"concurrency must be positive, not {concurrency}")
     endpoint = endpoints.create(
-        base_url, api_key_env=api_key_env, seconds=seconds, retries=retries, field_name=name, whose="the teacher's "
+        base_url,
+        api_key_env=api_key_env,
+        seconds=seconds,
+        retries=retries,
+        field_name=name,
+        owner_prefix="the teacher's ",
     )
     whole = (retries + 1) * seconds + retries * LONGEST_PAUSE
     return Teacher(base_url, endpoint, model, whole, asyncio.Semaphore(concurrency))

@@ -50,12 +50,12 @@ class Characters:
         return CHARACTERS.render(messages, first=True, generation_prompt=True)
 
     def extend(
-        self, messages: Sequence[protocols.Message], known: int, tools: Sequence[protocols.ToolSpec]
+        self, messages: Sequence[protocols.Message], known_count: int, tools: Sequence[protocols.ToolSpec]
     ) -> list[int] | None:
-        if self._forgets and any(")" in message.content for message in messages[:known]):
+        if self._forgets and any(")" in message.content for message in messages[:known_count]):
             return None
         self.render(messages, tools)
-        return CHARACTERS.render(messages[known:], first=False, generation_prompt=True)
+        return CHARACTERS.render(messages[known_count:], first=False, generation_prompt=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return CHARACTERS.decode(token_ids)
