@@ -202,7 +202,7 @@ def _read(folder: Path) -> Run:
             f"{folder}: trainer.platform is {config.trainer.platform!r} and planner.hardware "
             f"{config.planner.hardware!r}: say in the run's config what it runs on"
         )
-    trainer = meshes.Trainer.of_run(config, model.sheet)
+    trainer = meshes.Trainer.from_config(config, model.sheet)
     empty = [step.number for step in recorded.steps if not step.lengths]
     if empty:
         raise protocols.DataError(

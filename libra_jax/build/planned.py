@@ -248,7 +248,9 @@ class Case:
     def setting(self) -> forecast.Setting:
         """The setting of the case's plans."""
         try:
-            setting = forecast.Setting.of_run(self.run, self.model, self.devices, slots=self.slots, whole_hosts=True)
+            setting = forecast.Setting.from_config(
+                self.run, self.model, self.devices, slots=self.slots, whole_hosts=True
+            )
         except protocols.ConfigError as error:
             field, rest = "config.rollout.max_context: ", str(error)
             if not self.length_flags or not rest.startswith(field):

@@ -117,7 +117,7 @@ def global_planner(
     mesh = config.trainer.data, config.trainer.fsdp, config.trainer.tensor
     model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")
     resize, layout = config.elastic.resize, hosts.layout(config)
-    setting = forecast.Setting.of_run(
+    setting = forecast.Setting.from_config(
         config,
         model,
         config.trainer.devices + sum(plans.core_degrees(config)),
@@ -130,7 +130,7 @@ def global_planner(
     if config.planner.simulate_top:
         subject = trial.Subject.of_run(config, setting)
         trials = background_trials.BackgroundTrials(subject, config.planner.simulate_seconds)
-    begin = plans.of_run(config, mesh)
+    begin = plans.from_config(config, mesh)
     return planner.GlobalPlanner(config.planner, setting, begin, masks=config.task.masks, trials=trials)
 
 

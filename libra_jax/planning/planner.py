@@ -65,7 +65,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _Comparison:
     """Measured seconds of a step, and the sheet's seconds of the same stages."""
 
     step: float
@@ -102,10 +102,10 @@ class GlobalPlanner:
         self._config = config
         self._setting = setting
         self._masks = masks
-        self._seen: collections.deque[list[tuple[int, list[protocols.Turn], bool]]] = collections.deque(
+        self._recent_requests: collections.deque[list[tuple[int, list[protocols.Turn], bool]]] = collections.deque(
             maxlen=config.window
         )
-        self._taken: collections.deque[_Taken] = collections.deque(maxlen=LEVELS)
+        self._comparisons: collections.deque[_Comparison] = collections.deque(maxlen=LEVELS)
         profile = setting.profile
         self.levels = (
             forecast.Levels() if profile is None else forecast.Levels(sync=profile.sync, between=profile.between)
@@ -193,21 +193,27 @@ class GlobalPlanner:
     def _learn(self, measured: Measured, trained: Sequence[protocols.Trajectory]) -> forecast.Work:
         """Returns the work of the latest steps, and updates the levels: measured seconds over the sheet's."""
         # Each segment of a rollout is a request, and a sequence of the trainer.
-        seen = [
+        requests = [
             (segment.shared + segment.prompt_tokens, list(segment.turns), not self._masks(item.finish))
             for item in trained
             for segment in item.segments
             if segment.turns
         ]
-        self._seen.append(seen)
-        prompts, turns, kept = zip(*(one for step_seen in self._seen for one in step_seen), strict=True)
-        work = forecast.Work(self._setting, prompts, turns, kept)
+        self._recent_requests.append(requests)
+        prompts, turns, is_trained = zip(
+            *(one for step_requests in self._recent_requests for one in step_requests), strict=True
+        )
+        work = forecast.Work(self._setting, prompts, turns, is_trained)
         expected = work.predict(self.plan, self.levels)
         # A step that trained on nothing says nothing about training.
-        if not any(kept for _, _, kept in seen) or measured.disturbed or not math.isfinite(expected.step):
+        if (
+            not any(is_trained for _, _, is_trained in requests)
+            or measured.disturbed
+            or not math.isfinite(expected.step)
+        ):
             return work
-        self._taken.append(
-            _Taken(
+        self._comparisons.append(
+            _Comparison(
                 measured.step,
                 measured.wait,
                 measured.train,
@@ -217,9 +223,9 @@ class GlobalPlanner:
             )
         )
         # Ratios of sums, not means of ratios: a short step says less about a level than a long one.
-        sums = map(sum, zip(*map(dataclasses.astuple, self._taken), strict=True))
+        sums = map(sum, zip(*map(dataclasses.astuple, self._comparisons), strict=True))
         step, wait, train, sync, bare_rollout, bare_train = sums
-        self.levels = dataclasses.replace(self.levels, sync=sync / len(self._taken))
+        self.levels = dataclasses.replace(self.levels, sync=sync / len(self._comparisons))
         if train > 0:
             self.levels = dataclasses.replace(self.levels, train=train / bare_train)
             self._measured.add("train")
@@ -263,7 +269,7 @@ class GlobalPlanner:
             **self._replanner.snapshot(),
             "levels": dataclasses.asdict(self.levels),
             "measured": sorted(self._measured),
-            "taken": [dataclasses.astuple(taken) for taken in self._taken],
+            "taken": [dataclasses.astuple(comparison) for comparison in self._comparisons],
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -272,8 +278,8 @@ class GlobalPlanner:
         before = snapshot.get("before")
         self._before = None if before is None else plans.of_values(before)
         self.levels, self._measured = forecast.Levels(**snapshot["levels"]), set(snapshot["measured"])
-        self._taken.clear()
-        self._taken.extend(_Taken(*taken) for taken in snapshot["taken"])
+        self._comparisons.clear()
+        self._comparisons.extend(_Comparison(*comparison) for comparison in snapshot["taken"])
 
     def _move_seconds(self, present: protocols.Plan, best: protocols.Plan) -> float:
         """Returns the seconds that a move costs: training stands still while its mesh changes, and new instances

@@ -128,7 +128,7 @@ class Replanner(Generic[Plan]):
         self._moved_at: int | None = None
         self._looked_at = 0
         self._slower = ""  # the stage that took much longer at the last look
-        self._asked = ""  # why it looks, if `best` has still to answer
+        self._pending_reason = ""  # why it looks, if `best` has still to answer
 
     def after(self, step: int, signs: Signs) -> Decision[Plan] | None:
         """Returns the decision after a training step; None if nothing calls for a look, or the look goes on.
@@ -143,11 +143,11 @@ class Replanner(Generic[Plan]):
             slower = "rollout"
         elif signs.train_seconds > rules.imbalance * signs.rollout_seconds:
             slower = "training"
-        why = self._asked or self._why(step, signs, slower)
+        why = self._pending_reason or self._why(step, signs, slower)
         if why is None:
             return None
         best = self._best()
-        self._asked = why if best is None else ""
+        self._pending_reason = why if best is None else ""
         if best is None:
             return None
         self._looked_at, self._slower = step, slower

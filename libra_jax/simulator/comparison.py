@@ -282,7 +282,7 @@ def _scheduler(
         case "exact":
             believed = given
         case "alike":
-            believed = dataclasses.replace(given, others={})
+            believed = dataclasses.replace(given, models_by_accelerator={})
     made = registry.create(run.scheduler, costs=believed, remaining=remaining, seed=run.seed, kinds=kinds)
     checkpoints.teach(made, run.scheduler.learnt_from)
     return made

@@ -77,7 +77,7 @@ class Recording:
       config: its configuration.
       steps: steps in order.
       groups: scripts of each group's rollouts, in the order of dispatch.
-      streams: streams on all instances, in order of their starts; `known` is False if a weight update interrupted the
+      streams: streams on all instances, in order of their starts; `usable` is False if a weight update interrupted the
         stream.
       loads: (end, seconds) of each instance's part in each weight update.
       ends: end of each step's training, on the clock of the streams.
@@ -91,11 +91,11 @@ class Recording:
     ends: tuple[float, ...]
 
     def streams_of(self, steps: int) -> _Streams:
-        """Returns the streams of the first `steps` steps. A stream that ends later keeps its place, with `known`
+        """Returns the streams of the first `steps` steps. A stream that ends later keeps its place, with `usable`
         False."""
         end = self.ends[steps - 1]
         return tuple(
-            stream if stream.end <= end else dataclasses.replace(stream, known=False)
+            stream if stream.end <= end else dataclasses.replace(stream, usable=False)
             for stream in self.streams
             if stream.start < end
         )
@@ -175,7 +175,7 @@ def read(workdir: Path) -> Recording:
         groups=tuple(groups),
         # The time of a stream that an update interrupted says nothing about steps.
         streams=tuple(
-            dataclasses.replace(stream, known=False)
+            dataclasses.replace(stream, usable=False)
             if any(update.start < stream.end and stream.start < update.end for update in updates)
             else stream
             for stream in found

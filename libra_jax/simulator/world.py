@@ -265,7 +265,10 @@ def run(
             make_trajectory=book.make,
             run_rollout=branching.run_rollout,
         ),
-        make_scheduler(request_costs.SchedulingCosts(model, transfer=store is not None, others=others), book.remaining),
+        make_scheduler(
+            request_costs.SchedulingCosts(model, transfer=store is not None, models_by_accelerator=others),
+            book.remaining,
+        ),
         planned,
     )
     # Wall time of the run alone, without the making of its parts.
@@ -343,14 +346,14 @@ def _mesh_and_planner(
     )
     assert isinstance(model, costs.CostModel)
     data, fsdp, tensor = simulation.train_mesh
-    made = meshes.Trainer.of_run(config, model.sheet)
+    made = meshes.Trainer.from_config(config, model.sheet)
     meshes.check_fits(model, made, (data, fsdp, tensor), "simulation.train_mesh")
     mesh = trainer.OnMesh((data, fsdp, tensor), model, made, config.planner.resize_seconds)
     if not config.planner.period:
         return mesh, None
     # Hybrid workers stay out of plans: the elastic policy switches them, and a plan moves the core's devices only.
     devices = simulation.train_devices + sum(plans.core_degrees(config))
-    setting = forecast.Setting.of_run(config, model, devices, slots=simulation.instance_slots(config.rollout))
+    setting = forecast.Setting.from_config(config, model, devices, slots=simulation.instance_slots(config.rollout))
     forecast.check_layout(config, setting)
-    begin = plans.of_run(config, (data, fsdp, tensor))
+    begin = plans.from_config(config, (data, fsdp, tensor))
     return mesh, planner.GlobalPlanner(config.planner, setting, begin, masks=config.task.masks)

@@ -56,7 +56,7 @@ def sample() -> tuple[settings.SimulatedRun, list[scripts.Script]]:
 
 def searched(run: settings.SimulatedRun, drawn: Sequence[scripts.Script], devices: int) -> search.Search:
     """The search for so many accelerators, whose work is as much for each as the run's."""
-    setting = forecast.Setting.of_run(
+    setting = forecast.Setting.from_config(
         run, run.simulation.cost_model(run.model.lora), devices, slots=run.simulation.instance_slots(run.rollout)
     )
     setting = dataclasses.replace(setting, requests=setting.requests * devices // ACCELERATORS[0])

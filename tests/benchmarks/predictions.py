@@ -161,7 +161,7 @@ def work_of(run: settings.SimulatedRun) -> forecast.Work:
     """Returns the planner's view of the counted steps of a run."""
     drawn = counted_rollouts(run)
     model, slots = run.simulation.cost_model(run.model.lora), run.simulation.instance_slots(run.rollout)
-    setting = forecast.Setting.of_run(run, model, DEVICES, slots=slots)
+    setting = forecast.Setting.from_config(run, model, DEVICES, slots=slots)
     return forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn])
 
 

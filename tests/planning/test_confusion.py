@@ -15,25 +15,25 @@ BOUNDS, DEGREES = (1_000, 10_000), (1, 4)
 
 def test_only_a_clairvoyant_sends_every_request_to_its_band():
     known = confusion.calibrated("oracle", 3, tools=False)
-    assert known.wanted(np.array([0, 1, 2, 1])).tolist() == [0, 1, 2, 1]
+    assert known.predict_bands(np.array([0, 1, 2, 1])).tolist() == [0, 1, 2, 1]
     for policy in ("sticky", "least_loaded", "length_predictor"):
         nothing = confusion.calibrated(policy, 3, tools=True)
-        assert nothing.wanted(np.array([0, 1, 2, 1])).tolist() == [-1] * 4
+        assert nothing.predict_bands(np.array([0, 1, 2, 1])).tolist() == [-1] * 4
 
 
 def test_tool_returns_tell_some_of_the_longest_and_nothing_else_does():
     bands = np.arange(1_000) % 2
-    told = confusion.calibrated("cmlfq", 2, tools=True).wanted(bands)
+    told = confusion.calibrated("cmlfq", 2, tools=True).predict_bands(bands)
     assert (told[bands == 0] == -1).all()
     assert np.mean(told[bands == 1] == 1) == pytest.approx(confusion.RECOGNISED, abs=0.01)
-    assert (confusion.calibrated("cmlfq", 2, tools=False).wanted(bands) == -1).all()
+    assert (confusion.calibrated("cmlfq", 2, tools=False).predict_bands(bands) == -1).all()
 
 
 def test_any_stretch_of_requests_has_the_shares_of_the_matrix():
     made = confusion.Confusion(((0.7, 0.2), (0.1, 0.5)), "test")
     bands = np.arange(400) // 3 % 2
     for stretch in (slice(0, 100), slice(300, 400)):
-        found, true = made.wanted(bands)[stretch], bands[stretch]
+        found, true = made.predict_bands(bands)[stretch], bands[stretch]
         for band in (0, 1):
             shares = [np.mean(found[true == band] == predicted) for predicted in (0, 1)]
             assert shares == pytest.approx([row[band] for row in made.matrix], abs=0.07)

@@ -168,7 +168,7 @@ def test_tokens_for_experts_hide_behind_nothing():
         for rate in (50e9, 100e9)
     )
     made = meshes.Training(slow, [8_193] * 32, meshes.Trainer((8_192,), rows=16))
-    saved = made.seconds(1, 16, 1) - made.costing(fast).seconds(1, 16, 1)
+    saved = made.seconds(1, 16, 1) - made.with_costs(fast).seconds(1, 16, 1)
     tokens = 2 * made.volumes(1, 16, 1, 8_192).experts  # two micro-batches
     assert saved == pytest.approx(tokens / (0.8 * 50e9) - tokens / (0.8 * 100e9), rel=1e-6)
 
@@ -231,7 +231,7 @@ def test_memory_and_time_count_the_moments_of_the_optimizer():
     found = {}
     for name, arguments in (("adamw", {}), ("muon", {}), ("lion", {}), ("sgd", {"momentum": 0.9}), ("sgd", {})):
         optimizer = configuration.OptimizerConfig(name=name, arguments=arguments)
-        trainer = meshes.Trainer.of_run(configuration.RunConfig(optimizer=optimizer), MODEL.sheet)
+        trainer = meshes.Trainer.from_config(configuration.RunConfig(optimizer=optimizer), MODEL.sheet)
         made = meshes.Training(MODEL, [100], trainer)
         found[name, bool(arguments)] = made.memory_bytes(1, 1, 1), made.seconds(1, 1, 1)
     adam, muon, lion, momentum, sgd = found.values()

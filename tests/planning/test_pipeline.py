@@ -142,7 +142,7 @@ def test_parts_of_a_streamed_step_cost_their_micro_batches_and_wait_for_enough_t
     rules = pipeline.Cycle(groups=2, size=1, staleness=0, train=20.0, early=18.0, part=4.0)
     # Each of two parts takes 4 + 14 / 2 s.
     assert seconds([pool([10.0, 100.0])], rules, sampled=2) == pytest.approx(113.0)
-    large = dataclasses.replace(rules, least=0.6)
+    large = dataclasses.replace(rules, min_part_share=0.6)
     assert seconds([pool([10.0, 100.0])], large, sampled=2) == pytest.approx(120.0)
     # A group with more of the tokens takes more of the time: here 3 of 4.
     sequence = [number % 2 for number in range(rules.requests)]

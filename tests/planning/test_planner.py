@@ -207,7 +207,7 @@ def test_a_layout_with_instances_that_no_plan_may_have_is_refused(name, layout, 
     }
     run = configuration.parse(configuration.RunConfig, values)
     model = costs.CostModel(hardware.sheet(name), MODEL.shape)
-    setting = forecast.Setting.of_run(run, model, 16)
+    setting = forecast.Setting.from_config(run, model, 16)
     with pytest.raises(protocols.ConfigError, match=rf"config\.rollout\.tensor_parallel: plans cannot use {why}"):
         forecast.check_layout(run, setting)
 
@@ -216,7 +216,7 @@ def test_no_plan_has_an_instance_that_a_host_of_the_run_does_not_hold():
     values = {"planner": {"degrees": (1, 2, 4, 8)}, "cluster": {"backend": "ray", "accelerators_per_host": 2}}
     run = configuration.parse(configuration.RunConfig, values)
     model = costs.CostModel(hardware.sheet("a800"), MODEL.shape)
-    assert forecast.Setting.of_run(run, model, 16).degrees == (1, 2)
+    assert forecast.Setting.from_config(run, model, 16).degrees == (1, 2)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 8 * 4_096), (3, 3 * 4_096)])
@@ -224,7 +224,7 @@ def test_a_step_that_streams_micro_batches_begins_on_one_whole_micro_batch(rows,
     trainer = {"stream": "micro_batch", "row_tokens": 4_096, "rows_per_micro_batch": rows}
     run = configuration.parse(configuration.RunConfig, {"trainer": trainer, "coordinator": {"groups_per_step": 4}})
     model = costs.CostModel(hardware.sheet("a800"), MODEL.shape)
-    assert forecast.Setting.of_run(run, model, 16).part_tokens == tokens
+    assert forecast.Setting.from_config(run, model, 16).part_tokens == tokens
 
 
 def test_a_context_that_no_instance_holds_is_refused_before_the_run():
@@ -234,7 +234,7 @@ def test_a_context_that_no_instance_holds_is_refused_before_the_run():
     with pytest.raises(
         protocols.ConfigError, match=r"config\.rollout\.max_context: .* holds 900000 tokens; the most is"
     ):
-        forecast.Setting.of_run(run, model, 16)
+        forecast.Setting.from_config(run, model, 16)
 
 
 def test_a_mesh_that_does_not_hold_the_model_or_divide_it_is_refused():
@@ -285,6 +285,6 @@ def test_a_machine_without_a_sheet_is_measured():
 def test_the_plan_of_a_configuration_has_its_buckets():
     values = {"rollout": {"tensor_parallel": (2, 1, 1)}, "scheduler": {"max_remaining_tokens": (100,)}}
     run = configuration.parse(configuration.RunConfig, values)
-    plan = plans.of_run(run, (2, 1, 1))
+    plan = plans.from_config(run, (2, 1, 1))
     assert plan.rollout == (protocols.PlannedBucket(1, 2, 100), protocols.PlannedBucket(2, 1, 512))
     assert plans.of_values(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan

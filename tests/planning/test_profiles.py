@@ -155,7 +155,7 @@ def setting(tmp_path, model=MODEL, **changes) -> forecast.Setting:
     profiles.write(PROFILE, tmp_path / "profile.json")
     values = {"planner": {"profile": str(tmp_path / "profile.json"), "period": 1, **changes}}
     run = configuration.parse(configuration.RunConfig, values)
-    return forecast.Setting.of_run(run, model, 4)
+    return forecast.Setting.from_config(run, model, 4)
 
 
 def test_plans_go_by_the_profile_and_have_degrees_that_were_measured(tmp_path):
@@ -188,7 +188,7 @@ def test_a_planner_with_a_profile_is_calibrated_from_its_beginning(tmp_path):
     made = setting(tmp_path)
     config = configuration.PlannerConfig(period=1)
     run = configuration.parse(configuration.RunConfig, {})
-    plan = plans.of_run(run, (1, 1, 1))
+    plan = plans.from_config(run, (1, 1, 1))
     assert planner.GlobalPlanner(config, made, plan, masks=configuration.TaskConfig().masks).calibrated
     assert planner.GlobalPlanner(config, made, plan, masks=configuration.TaskConfig().masks).levels == forecast.Levels(
         sync=0.1, between=0.05

@@ -17,7 +17,7 @@ def record(name: str, prompt: int, *turns: tuple[int, int]) -> dict:
 
 
 def told(found: list[calibration.Stream]) -> list[tuple]:
-    return [(item.instance, item.start, item.tokens, item.new, item.cached, item.known) for item in found]
+    return [(item.instance, item.start, item.tokens, item.new, item.cached, item.usable) for item in found]
 
 
 def test_a_request_prefills_what_its_instance_has_not_seen():

@@ -78,7 +78,7 @@ def test_nothing_of_the_second_half_is_fitted_to(run):
         streams=tuple(
             stream
             if stream.end <= whole.ends[3]
-            else dataclasses.replace(stream, end=stream.end + 99.0, tokens=1, known=True)
+            else dataclasses.replace(stream, end=stream.end + 99.0, tokens=1, usable=True)
             for stream in whole.streams
             if stream.start < whole.ends[3]
         ),

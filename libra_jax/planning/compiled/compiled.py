@@ -128,7 +128,7 @@ def count(text: str, sizes: Sizes) -> Counts:
       DataError: the text is no HLO module, or a collective's groups are written in an unknown form.
     """
     module = hlo.Module(text)
-    unknown = {body for body, loop in module.loops.items() if not loop.known}
+    unknown = {body for body, loop in module.loops.items() if not loop.has_trip_count}
     over_experts = {body for body in unknown if EXPERTS in module.loops[body].label}
     over_vocabulary: set[str] = set()
     flops = forward = backward = 0.0
@@ -141,9 +141,9 @@ def count(text: str, sizes: Sizes) -> Counts:
             splash = instruction.shapes if target[1] == "tpu_custom_call" else ()
             tokens = max((shape.sizes[1] for shape in splash if len(shape.sizes) == 3), default=math.inf)
             # Attention sees whole rows, of which `context` splits the tokens elsewhere.
-            whole = place.executions * min(1.0, tokens / (sizes.tokens * sizes.mesh.get("context", 1)))
-            forward += whole * passes[0]
-            backward += whole * passes[1]
+            executions = place.executions * min(1.0, tokens / (sizes.tokens * sizes.mesh.get("context", 1)))
+            forward += executions * passes[0]
+            backward += executions * passes[1]
         product = _product_flops(instruction, operands)
         if product and place.loops:
             lengths = {size for shape in (*instruction.shapes, *operands) for size in shape.sizes}
@@ -168,16 +168,16 @@ def _collectives(module: hlo.Module, sizes: Sizes, over_vocabulary: set[str]) ->
         groups = hlo.device_groups(instruction, devices)
         widest = max(groups, key=len)
         width = len(widest)
-        sent = sum(shape.bytes for shape in module.operands(place, instruction))
+        operand_bytes = sum(shape.bytes for shape in module.operands(place, instruction))
         # A gather's operands are a part of its result; those of every other kind are whole.
         factors = {
             "all-gather": width - 1.0,
             "all-reduce": 2 * communication_bounds.share(width),
             "collective-permute": 1.0,
         }
-        each = sent * factors.get(kind, communication_bounds.share(width))
-        if width > 1 and each > 0:
-            small = kind == "all-reduce" and sent <= scalars
+        bytes_per_execution = operand_bytes * factors.get(kind, communication_bounds.share(width))
+        if width > 1 and bytes_per_execution > 0:
+            small = kind == "all-reduce" and operand_bytes <= scalars
             # A group spans the axes along which the coordinates of its devices differ.
             coordinates = np.unravel_index(np.array(widest), tuple(sizes.mesh.values()))
             along = zip(sizes.mesh, coordinates, strict=True)
@@ -187,7 +187,7 @@ def _collectives(module: hlo.Module, sizes: Sizes, over_vocabulary: set[str]) ->
                 devices=width,
                 span=max(max(group) - min(group) + 1 for group in groups),
                 executions=place.executions,
-                wire_bytes=each * place.executions,
+                wire_bytes=bytes_per_execution * place.executions,
                 in_vocabulary_loop=bool(over_vocabulary.intersection(place.loops)) and not small,
                 label=instruction.label,
             )
@@ -231,10 +231,10 @@ def _product_flops(instruction: hlo.Instruction, operands: Sequence[hlo.Shape]) 
         widths = max((shape.sizes[1:] for shape in (*operands, result) if len(shape.sizes) == 3), default=())
         return 2.0 * rows * math.prod(widths)
     pattern = _DIMENSIONS.get(instruction.opcode)
-    found = pattern.search(instruction.attributes) if pattern else None
-    if found is None:
+    match = pattern.search(instruction.attributes) if pattern else None
+    if match is None:
         return 0.0
-    contracted = [int(part) for part in re.findall(r"\d+", found[1])]
+    contracted = [int(part) for part in re.findall(r"\d+", match[1])]
     return 2.0 * result.elements * math.prod(operands[0].sizes[index] for index in contracted)
 
 
@@ -247,7 +247,7 @@ def _logits(module: hlo.Module, sizes: Sizes) -> Iterator[str]:
         for shape in instruction.shapes:
             parts = sizes.vocabulary_parts & set(shape.sizes)
             # A table and its gradient have the vocabulary and the model's width, or a part of each.
-            others = [size for size in shape.sizes if size > 1 and size not in parts]
-            table = len(others) == 1 and sizes.hidden % others[0] == 0
+            other_sizes = [size for size in shape.sizes if size > 1 and size not in parts]
+            table = len(other_sizes) == 1 and sizes.hidden % other_sizes[0] == 0
             if not table and any(sizes.tokens <= shape.elements // part for part in parts):
                 yield f"{shape.dtype}{list(shape.sizes)} {instruction.label}"

@@ -84,8 +84,8 @@ class Instruction:
     @property
     def label(self) -> str:
         """Path of the JAX operation that the instruction comes from; empty if XLA added the instruction."""
-        found = _LABEL.search(self.attributes)
-        return found[1] if found else ""
+        match = _LABEL.search(self.attributes)
+        return match[1] if match else ""
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ class Loop:
     Attributes:
       body: name of the body's computation.
       trips: iterations of one execution; 1 if the text does not give their number.
-      known: the text gives the number of iterations.
+      has_trip_count: the text gives the number of iterations.
       label: path of the JAX operation that the loop comes from.
     """
 
     body: str
     trips: float
-    known: bool
+    has_trip_count: bool
     label: str
 
 
@@ -190,8 +190,8 @@ class Module:
                     re.search(rf"\b{part}=%?([\w.\-]+)", instruction.attributes)[1]  # type: ignore[index]
                     for part in ("body", "condition")
                 )
-                found = _TRIPS.search(instruction.attributes)
-                trips = float(found[1]) if found else None
+                match = _TRIPS.search(instruction.attributes)
+                trips = float(match[1]) if match else None
                 # TPU's text has no trip count: there it is the condition's only constant.
                 constants = [_CONSTANT.match(item.text) for item in self.computations.get(condition, ())]
                 counts = [float(item[1]) for item in constants if item]
@@ -225,16 +225,16 @@ def device_groups(instruction: Instruction, devices: int) -> list[list[int]]:
         return [sorted({int(number) for number in pair.split(",")}) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])]
     if mesh := _MESH.search(text):
         return _mesh_groups(mesh[1], mesh[2], mesh[3])
-    found = _GROUPS.search(text)
-    if "replica_groups=" not in text or (found and found[1] == "{}"):
+    match = _GROUPS.search(text)
+    if "replica_groups=" not in text or (match and match[1] == "{}"):
         return [list(range(devices))]
-    if found is None:
+    if match is None:
         raise protocols.DataError(f"unknown form of replica groups: {text.partition('replica_groups=')[2][:80]}")
-    if found[1].startswith("{"):
-        return [[int(number) for number in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", found[1])]
-    if (grid := _iota(found[1])) is not None and grid.ndim == 2:
+    if match[1].startswith("{"):
+        return [[int(number) for number in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", match[1])]
+    if (grid := _iota(match[1])) is not None and grid.ndim == 2:
         return [[int(number) for number in row] for row in grid]
-    raise protocols.DataError(f"unknown form of replica groups: {found[1][:80]}")
+    raise protocols.DataError(f"unknown form of replica groups: {match[1][:80]}")
 
 
 def _mesh_groups(axes: str, ids: str | None, grouped: str) -> list[list[int]]:
@@ -250,18 +250,18 @@ def _mesh_groups(axes: str, ids: str | None, grouped: str) -> list[list[int]]:
     names = [name for name, _ in chosen]
     grid = flat.reshape(tuple(sizes.values()))
     # With the grouped axes last, each row of the flattened grid is a group.
-    kept = [index for index, name in enumerate(sizes) if name not in names]
-    moved = [list(sizes).index(name) for name in names]
+    other_axes = [index for index, name in enumerate(sizes) if name not in names]
+    group_axes = [list(sizes).index(name) for name in names]
     width = math.prod(sizes[name] for name in names)
-    return [[int(number) for number in row] for row in grid.transpose(*kept, *moved).reshape(-1, width)]
+    return [[int(number) for number in row] for row in grid.transpose(*other_axes, *group_axes).reshape(-1, width)]
 
 
 def _iota(text: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
     """Reads `[4,2]<=[2,4]T(1,0)`: a range in the shape behind the arrow, transposed, in the shape before it."""
-    found = _IOTA.match(text)
-    if found is None:
+    match = _IOTA.match(text)
+    if match is None:
         return None
-    result, source, order = (tuple(map(int, group.split(","))) if group else () for group in found.groups())
+    result, source, order = (tuple(map(int, group.split(","))) if group else () for group in match.groups())
     # Both the arrow and the transposition may be missing.
     grid = np.arange(math.prod(result)).reshape(source or result)
     return (grid.transpose(order) if order else grid).reshape(result)
@@ -304,17 +304,17 @@ def _places(entry: str, calls: Mapping[str, Sequence[_Call]]) -> Iterator[Place]
     """Yields the places of all computations that run, callers first; equal places are joined."""
     # A computation is complete once all of its callers are, because calls form no cycle.
     callers = collections.Counter(call.callee for name in calls for call in calls[name])
-    found: dict[str, dict[tuple[str, ...], float]] = collections.defaultdict(dict)
-    found[entry][()] = 1.0
+    counts: dict[str, dict[tuple[str, ...], float]] = collections.defaultdict(dict)
+    counts[entry][()] = 1.0
     ready = [name for name in calls if not callers[name]]
     while ready:
         name = ready.pop()
         for call in calls[name]:
-            for loops, executions in found[name].items():
+            for loops, executions in counts[name].items():
                 inner = (*loops, call.callee) if call.loop else loops
-                found[call.callee][inner] = found[call.callee].get(inner, 0.0) + executions * call.times
+                counts[call.callee][inner] = counts[call.callee].get(inner, 0.0) + executions * call.times
             callers[call.callee] -= 1
             if not callers[call.callee] and call.callee in calls:
                 ready.append(call.callee)
-        for loops, executions in found[name].items():
+        for loops, executions in counts[name].items():
             yield Place(name, executions, loops)

@@ -182,17 +182,17 @@ class Case:
     @property
     def largest(self) -> Added:
         """What the program adds that adds most to the state."""
-        added = []
+        additions = []
         for name, program in self.programs.items():
             # An update takes the whole state as arguments; the other programs take the parameters alone.
-            held = self.state_bytes if name == "apply" else self.parameter_bytes
-            added.append(Added(name, max(0.0, program.argument_bytes - held), program.temporary_bytes))
-        return max(added, key=lambda one: one.argument_bytes + one.temporary_bytes)
+            state_arguments = self.state_bytes if name == "apply" else self.parameter_bytes
+            additions.append(Added(name, max(0.0, program.argument_bytes - state_arguments), program.temporary_bytes))
+        return max(additions, key=lambda one: one.argument_bytes + one.temporary_bytes)
 
     def communication_seconds(
         self,
         sheet: hardware.HardwareSheet,
-        known: costs.Coefficients,
+        coefficients: costs.Coefficients,
         *,
         over_tensor: bool,
         program: str = "policy",
@@ -201,13 +201,14 @@ class Case:
 
         Args:
           sheet: the accelerator.
-          known: shares of its bandwidths that collectives reach.
+          coefficients: shares of its bandwidths that collectives reach.
           over_tensor: only collectives over `tensor`; else only all others.
           program: name of the program.
         """
         return sum(
-            item.wire_bytes / sheet.collective_rate(item.span, known.large_message_share, known.network_share)
-            + item.executions * known.large_message_latency
+            item.wire_bytes
+            / sheet.collective_rate(item.span, coefficients.large_message_share, coefficients.network_share)
+            + item.executions * coefficients.large_message_latency
             for item in self.programs[program].traffic
             if ("tensor" in item.axes) == over_tensor
         )
@@ -242,9 +243,11 @@ class Expected:
         return ideal / (arithmetic + communication), ideal / max(arithmetic, communication)
 
 
-def expected(case: Case, shape: model_config.TransformerConfig, known: costs.Coefficients | None = None) -> Expected:
+def expected(
+    case: Case, shape: model_config.TransformerConfig, coefficients: costs.Coefficients | None = None
+) -> Expected:
     """Returns what is expected of a micro-batch of full rows of one sequence each."""
-    known, sheet = known or costs.Coefficients(), hardware.sheet(case.target)
+    coefficients, sheet = coefficients or costs.Coefficients(), hardware.sheet(case.target)
     rows = case.rows // (case.data * case.fsdp)
     # A layer's causal attention in the forward pass; the backward pass has twice as much.
     parts = case.tensor * case.context  # `context` splits attention by heads or evenly by queries, all else by tokens
@@ -265,7 +268,7 @@ def expected(case: Case, shape: model_config.TransformerConfig, known: costs.Coe
         recomputed_flops=head + (layers if case.remat in ("full", "offload") else 0.0),
         arithmetic_seconds=executed / (MATMUL_SHARE * sheet.flops),
         communication_seconds=sum(
-            case.communication_seconds(sheet, known, over_tensor=over_tensor) for over_tensor in (False, True)
+            case.communication_seconds(sheet, coefficients, over_tensor=over_tensor) for over_tensor in (False, True)
         ),
         peak_flops=sheet.flops,
     )

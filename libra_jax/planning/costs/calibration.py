@@ -54,7 +54,7 @@ class Stream:
       tokens: tokens generated in between.
       new: tokens of the context at the start that are new to the instance; 0 if not known.
       cached: tokens of the context at the start that the instance saw in this request's stream before; 0 if not known.
-      known: the trace gives `new` and `cached`.
+      usable: the trace gives `new` and `cached`, so costs can be fitted to the stream.
     """
 
     instance: str
@@ -63,7 +63,7 @@ class Stream:
     tokens: int
     new: int = 0
     cached: int = 0
-    known: bool = False
+    usable: bool = False
 
 
 def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str, Any]]) -> list[Stream]:
@@ -71,7 +71,7 @@ def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str,
 
     Args:
       spans: spans of the timeline. Streams of requests without a record (evaluation, aborted rollouts) still load their
-        instance, and get `known` False. So do streams that do not add up to their record.
+        instance, and get `usable` False. So do streams that do not add up to their record.
       records: records of the trace (`telemetry/trace.py`).
     """
     by_request: dict[str, list[Stream]] = collections.defaultdict(list)
@@ -79,42 +79,42 @@ def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str,
         if span.name == GENERATE and {"request", "tokens"} <= span.arguments.keys():
             stream = Stream(span.track, span.start, span.end, span.arguments["tokens"])
             by_request[span.arguments["request"]].append(stream)
-    found: list[Stream] = []
+    streams: list[Stream] = []
     for record in records:
-        mine = sorted(by_request.pop(record["trajectory_id"], ()), key=lambda stream: stream.start)
+        request_streams = sorted(by_request.pop(record["trajectory_id"], ()), key=lambda stream: stream.start)
         turns = record["turns"]
-        if sum(stream.tokens for stream in mine) != sum(turn["generated_tokens"] for turn in turns):
-            found += mine
+        if sum(stream.tokens for stream in request_streams) != sum(turn["generated_tokens"] for turn in turns):
+            streams += request_streams
             continue
-        left = collections.deque((turn["generated_tokens"], turn["payload_tokens"]) for turn in turns)
-        output, payload = left.popleft() if left else (0, 0)
-        context, seen, instance = record["prompt_tokens"], 0, ""
-        for stream in mine:
+        remaining_turns = collections.deque((turn["generated_tokens"], turn["payload_tokens"]) for turn in turns)
+        output, payload = remaining_turns.popleft() if remaining_turns else (0, 0)
+        context, previous_context, instance = record["prompt_tokens"], 0, ""
+        for stream in request_streams:
             # An output may take several streams, if its request moved.
-            while output <= 0 and left:
+            while output <= 0 and remaining_turns:
                 context += payload
-                output, payload = left.popleft()
+                output, payload = remaining_turns.popleft()
             # After a move, the new instance counts as having seen nothing.
-            cached = seen if stream.instance == instance else 0
-            found.append(dataclasses.replace(stream, new=context - cached, cached=cached, known=True))
+            cached = previous_context if stream.instance == instance else 0
+            streams.append(dataclasses.replace(stream, new=context - cached, cached=cached, usable=True))
             context += stream.tokens
-            seen, instance = context, stream.instance
+            previous_context, instance = context, stream.instance
             output -= stream.tokens
-    for others in by_request.values():
-        found += others
-    return sorted(found, key=lambda stream: (stream.start, stream.end))
+    for request_streams in by_request.values():
+        streams += request_streams
+    return sorted(streams, key=lambda stream: (stream.start, stream.end))
 
 
 def fit_engine(instances: Sequence[Sequence[Stream]]) -> measured_costs.EngineCosts:
     """Fits the costs of engines of one degree.
 
     Args:
-      instances: the streams of each instance. Streams that are not `known` load the instance but are not fitted to.
+      instances: the streams of each instance. Streams that are not `usable` load the instance but are not fitted to.
 
     Raises:
       DataError: fewer than `LEAST_STREAMS` can be fitted to.
     """
-    tables = [_table(sorted(mine, key=lambda stream: stream.start)) for mine in instances if mine]
+    tables = [_table(sorted(streams, key=lambda stream: stream.start)) for streams in instances if streams]
     terms = np.concatenate([terms for terms, _ in tables]) if tables else np.zeros((0, 7))
     seconds = np.concatenate([seconds for _, seconds in tables]) if tables else np.zeros(0)
     if len(seconds) < LEAST_STREAMS:
@@ -125,10 +125,10 @@ def fit_engine(instances: Sequence[Sequence[Stream]]) -> measured_costs.EngineCo
     return measured_costs.EngineCosts(*(float(value) for value in robust_fit(terms, seconds)))
 
 
-def _table(mine: Sequence[Stream]) -> tuple[Values, Values]:
-    """Returns the terms of each known stream's duration, in the order of `EngineCosts`, and the duration."""
+def _table(streams: Sequence[Stream]) -> tuple[Values, Values]:
+    """Returns the terms of each usable stream's duration, in the order of `EngineCosts`, and the duration."""
     start, end, tokens, new, cached = np.array(
-        [(item.start, item.end, item.tokens, item.new, item.cached) for item in mine]
+        [(item.start, item.end, item.tokens, item.new, item.cached) for item in streams]
     ).T
     context = new + cached + tokens / 2  # half-way through the stream
     ones = np.ones_like(start)
@@ -153,8 +153,8 @@ def _table(mine: Sequence[Stream]) -> tuple[Values, Values]:
     arrivals = [total[last] - total[first] for total in sums]
 
     terms = np.stack([tokens, *(tokens * mean for mean in means), *arrivals, ones], axis=1)
-    known = np.array([item.known for item in mine]) & (tokens > 0) & (end > start)
-    return terms[known], seconds[known]
+    usable = np.array([item.usable for item in streams]) & (tokens > 0) & (end > start)
+    return terms[usable], seconds[usable]
 
 
 def fit_train(columns: Sequence[int], seconds: Sequence[float]) -> measured_costs.TrainCosts:
@@ -176,10 +176,10 @@ def fit_update(syncs: Sequence[float], loads: Sequence[float]) -> measured_costs
       syncs: seconds of each weight sync to all instances.
       loads: seconds of each instance's part in a sync, from its pause to its resumption; may be empty.
     """
-    whole = statistics.median(syncs)
+    sync = statistics.median(syncs)
     # Medians of noisy times could make a part longer than the whole.
-    load = min(statistics.median(loads), whole) if loads else whole
-    return measured_costs.UpdateCosts(whole - load, load)
+    load = min(statistics.median(loads), sync) if loads else sync
+    return measured_costs.UpdateCosts(sync - load, load)
 
 
 def robust_fit(rows: Values, measured: Values) -> Values:

@@ -125,8 +125,8 @@ def moved(coefficients: Coefficients, by: float) -> Iterator[tuple[str, float]]:
             continue
         for factor in (1.0 - by, 1.0 + by):
             # A coefficient that counts tokens stays whole.
-            other = type(value)(round(value * factor)) if isinstance(value, int) else value * factor
-            yield item.name, min(1.0, other) if item.name in SHARES else other
+            new_value = type(value)(round(value * factor)) if isinstance(value, int) else value * factor
+            yield item.name, min(1.0, new_value) if item.name in SHARES else new_value
 
 
 def train_flops(
@@ -149,8 +149,10 @@ def train_flops(
     if pairs is None:
         pairs = float(sum(length * length for length in lengths)) / 2
     attention = 12.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
-    each = 6.0 * parameters if shape.adapter is None else 4.0 * parameters + 6.0 * adapters.parameter_count(shape)
-    return each * sum(lengths) + attention
+    flops_per_token = (
+        6.0 * parameters if shape.adapter is None else 4.0 * parameters + 6.0 * adapters.parameter_count(shape)
+    )
+    return flops_per_token * sum(lengths) + attention
 
 
 @dataclass(frozen=True)
@@ -253,10 +255,12 @@ class CostModel(RolloutTimes):
 
     def kv_tokens(self, degree: int) -> int:
         """Returns the tokens that an instance's key-value cache holds; 0 or less if the weights alone do not fit."""
-        each = self.sheet.memory_bytes * self.coefficients.memory_fraction - self.coefficients.activation_bytes
+        bytes_per_device = (
+            self.sheet.memory_bytes * self.coefficients.memory_fraction - self.coefficients.activation_bytes
+        )
         # Beyond the number of key-value heads, every further device holds copies of the heads.
         spread = min(degree, self.shape.num_kv_heads) / degree
-        return int((degree * each - self.weight_bytes) * spread / self.kv_bytes_per_token)
+        return int((degree * bytes_per_device - self.weight_bytes) * spread / self.kv_bytes_per_token)
 
     def context_seconds(self, degree: int) -> float:
         """Returns the seconds that each token of decoding context adds to a step, for reading and multiplying its
@@ -281,9 +285,9 @@ class CostModel(RolloutTimes):
 
     def overhead(self, decoding: int) -> float:
         """Returns the seconds of a step that neither arithmetic nor memory explains."""
-        known, sheet = self.coefficients, self.sheet
-        host = sheet.host_factor * (known.step_overhead + known.sequence_overhead * decoding)
-        return host + sheet.layer_factor * known.layer_overhead * self.shape.num_layers
+        coefficients, sheet = self.coefficients, self.sheet
+        host = sheet.host_factor * (coefficients.step_overhead + coefficients.sequence_overhead * decoding)
+        return host + sheet.layer_factor * coefficients.layer_overhead * self.shape.num_layers
 
     def attention_seconds(self, degree: int, new: int, cached: int) -> float:
         """Returns the seconds of causal attention while prefilling `new` tokens behind `cached` ones."""
@@ -384,8 +388,8 @@ def of_hardware(name: str, shape: model_config.TransformerConfig, field: str) ->
     Raises:
       ConfigError: there is no such sheet.
     """
-    kept = Coefficients(activation_bytes=0.0) if name == hardware.THIS_MACHINE else Coefficients()
-    return CostModel(hardware.sheet(name, field), shape, kept)
+    coefficients = Coefficients(activation_bytes=0.0) if name == hardware.THIS_MACHINE else Coefficients()
+    return CostModel(hardware.sheet(name, field), shape, coefficients)
 
 
 RolloutCosts: TypeAlias = "CostModel | measured_costs.MeasuredEngines"

@@ -157,9 +157,9 @@ def sheet(name: str, field: str = "simulation.hardware") -> HardwareSheet:
     """
     if name == THIS_MACHINE and field == "planner.hardware":
         return measured()
-    for known in SHEETS:
-        if known.name == name:
-            return known
+    for candidate in SHEETS:
+        if candidate.name == name:
+            return candidate
     near = difflib.get_close_matches(name.lower(), NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     named = field if field.startswith("--") else f"config.{field}"
@@ -178,13 +178,13 @@ def speeds(names: Sequence[str], field: str) -> dict[str, tuple[float, float]]:
     """
     sheets = [sheet(name, field) for name in dict.fromkeys(names)]
     return {
-        each.name: (
-            each.memory_bytes_per_second
-            * each.memory_factor
+        accelerator.name: (
+            accelerator.memory_bytes_per_second
+            * accelerator.memory_factor
             / (sheets[0].memory_bytes_per_second * sheets[0].memory_factor),
-            each.flops / sheets[0].flops,
+            accelerator.flops / sheets[0].flops,
         )
-        for each in sheets
+        for accelerator in sheets
     }
 
 
@@ -202,10 +202,10 @@ def measured() -> HardwareSheet:
     environment = {**os.environ, **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")}
     command = [sys.executable, "-m", "libra_jax.planning.costs.hardware"]
     try:
-        told = subprocess.run(
+        process = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=MEASURING_SECONDS, check=True
         )
-        product, copied = json.loads(told.stdout)
+        product, copied = json.loads(process.stdout)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         raise protocols.ConfigError(
             f"config.planner.hardware: this machine could not be measured ({error}); name a sheet: {', '.join(NAMES)}"

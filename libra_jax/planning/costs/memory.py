@@ -23,23 +23,23 @@ def trainer_bytes(config: libra_config.RunConfig, shape: model_config.Transforme
     sheet = hardware.SHEETS[0]  # sizes do not depend on the accelerator
     cost, trainer = costs.CostModel(sheet, shape), config.trainer
     # Memory depends on the rows alone, so one short sequence is enough.
-    made = meshes.Training(cost, [2], meshes.Trainer.of_run(config, sheet))
-    return made.memory_bytes(trainer.data, trainer.fsdp, trainer.tensor)
+    training = meshes.Training(cost, [2], meshes.Trainer.from_config(config, sheet))
+    return training.memory_bytes(trainer.data, trainer.fsdp, trainer.tensor)
 
 
 def moment_numbers(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> int:
     """Returns the count of numbers that the run's optimizer keeps of all trained parameters."""
     sheet = hardware.SHEETS[0]  # counts do not depend on the accelerator
-    return meshes.Trainer.of_run(config, sheet).moment_numbers(costs.CostModel(sheet, shape))
+    return meshes.Trainer.from_config(config, sheet).moment_numbers(costs.CostModel(sheet, shape))
 
 
 def wire_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> float:
     """Returns the bytes that each of the trainer's devices sends in a micro-batch of the longest rows, by formula."""
     sheet, trainer = hardware.SHEETS[0], config.trainer  # bytes do not depend on the accelerator
-    made = meshes.Training(costs.CostModel(sheet, shape), [2], meshes.Trainer.of_run(config, sheet))
+    training = meshes.Training(costs.CostModel(sheet, shape), [2], meshes.Trainer.from_config(config, sheet))
     rows = -(-trainer.micro_batch_rows // (trainer.data * trainer.fsdp))  # on each shard
     columns = rows * (trainer.row_tokens, *trainer.row_buckets)[-1] // trainer.context
-    return made.volumes(trainer.data, trainer.fsdp, trainer.tensor, columns).total
+    return training.volumes(trainer.data, trainer.fsdp, trainer.tensor, columns).total
 
 
 def weight_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig, degree: int) -> float:
@@ -66,17 +66,17 @@ def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfi
         narrowest = min(config.rollout.tensor_parallel)
         cache = costs.CostModel(hardware.SHEETS[0], shape).kv_bytes_per_token * config.rollout.max_context
         engine = (weights + cache) / narrowest / config.rollout.gpu_memory_fraction
-        known = [hardware.sheet(name) for name in _SHEETS[config.trainer.platform]]
-        fits = [sheet for sheet in known if max(train, engine) <= sheet.memory_bytes]
-        named = ", ".join(f"{sheet.name} ({size(sheet.memory_bytes)})" for sheet in fits or known)
-        says = f"fits {named}" if fits else f"DOES NOT FIT any of {named}"
+        sheets = [hardware.sheet(name) for name in _SHEETS[config.trainer.platform]]
+        fits = [sheet for sheet in sheets if max(train, engine) <= sheet.memory_bytes]
+        sheet_names = ", ".join(f"{sheet.name} ({size(sheet.memory_bytes)})" for sheet in fits or sheets)
+        says = f"fits {sheet_names}" if fits else f"DOES NOT FIT any of {sheet_names}"
         return (
             f"{says}\n  a device that trains needs about {size(train)}; one that rolls out at least {size(engine)}: "
             "weights and one whole context"
         )
     trainer = train * config.trainer.devices
-    each = weights + config.rollout.kv_cache_gib * 2**30 + ENGINE_BYTES
-    engines = each * len(config.rollout.tensor_parallel) if config.rollout.engine == "vllm" else 0.0
+    bytes_per_engine = weights + config.rollout.kv_cache_gib * 2**30 + ENGINE_BYTES
+    engines = bytes_per_engine * len(config.rollout.tensor_parallel) if config.rollout.engine == "vllm" else 0.0
     if free is None:
         # Memory that new processes can have without swapping, in KiB. It is unlimited where the kernel does not say.
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

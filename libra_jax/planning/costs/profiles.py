@@ -140,13 +140,13 @@ class Profile:
         Raises:
           ConfigError: none was measured.
         """
-        found = tuple(degree for degree in degrees if degree in self.engines)
-        if not found:
+        measured_degrees = tuple(degree for degree in degrees if degree in self.engines)
+        if not measured_degrees:
             raise protocols.ConfigError(
                 f"config.planner.profile: instances of degree {', '.join(map(str, sorted(self.engines)))} were "
                 f"measured, and plans may use {', '.join(map(str, degrees))} (planner.degrees)"
             )
-        return found
+        return measured_degrees
 
     def predict(self, model: costs.CostModel, step: Measured) -> Stages:
         """Predicts a step by the profile, its stages one after another."""
@@ -203,10 +203,10 @@ def levelled(
       cache_tokens: tokens that an instance's cache holds, as when the profile is used.
     """
     for _ in range(ROUNDS):
-        served = measured_costs.MeasuredEngines(
+        engines = measured_costs.MeasuredEngines(
             {step.degree: engine for step in steps}, cache_tokens={step.degree: cache_tokens for step in steps}
         )
-        factor = statistics.median(step.seconds.rollout / rollout_seconds(served, step) for step in steps)
+        factor = statistics.median(step.seconds.rollout / rollout_seconds(engines, step) for step in steps)
         engine = engine.scaled(factor)
         if abs(factor - 1.0) <= CLOSE:
             break
@@ -220,12 +220,12 @@ def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coe
     model's value. Relative errors are fitted by `calibration.robust_fit`, with costs linearised around the last result.
     If nothing overlaps, costs are linear in times and inverse shares, so the second round changes nothing.
     """
-    made = [meshes.Training(model, step.lengths, step.trainer) for step in steps]
+    trainings = [meshes.Training(model, step.lengths, step.trainer) for step in steps]
     measured = np.array([step.seconds.train for step in steps])
 
     def ratios(values: calibration.Values) -> calibration.Values:
         changed = dataclasses.replace(model, coefficients=_coefficients(model.coefficients, values))
-        seconds = [one.costing(changed).seconds(*step.mesh) for one, step in zip(made, steps, strict=True)]
+        seconds = [one.with_costs(changed).seconds(*step.mesh) for one, step in zip(trainings, steps, strict=True)]
         # Ratios, so that short steps count as much as long ones.
         return np.array(seconds) / measured
 
@@ -236,19 +236,21 @@ def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coe
         here, before = ratios(values), values
         slopes = np.stack([(ratios(values + nudge) - here) / NUDGE for nudge in NUDGE * np.eye(len(values))], axis=1)
         # A coefficient without effect would make the fit singular, so it keeps its value.
-        told = np.abs(slopes).max(axis=0) > 0.0
-        values = np.where(told, 0.0, before)
-        values[told] = calibration.robust_fit(slopes[:, told], 1.0 - here + slopes[:, told] @ before[told])
+        has_effect = np.abs(slopes).max(axis=0) > 0.0
+        values = np.where(has_effect, 0.0, before)
+        values[has_effect] = calibration.robust_fit(
+            slopes[:, has_effect], 1.0 - here + slopes[:, has_effect] @ before[has_effect]
+        )
         if np.allclose(values, before, rtol=CLOSE, atol=CLOSE * NUDGE):
             break
     return _coefficients(model.coefficients, values)
 
 
-def _coefficients(others: costs.Coefficients, values: calibration.Values) -> costs.Coefficients:
+def _coefficients(coefficients: costs.Coefficients, values: calibration.Values) -> costs.Coefficients:
     # Costs are linear in a share's inverse, and the inverse less 1 keeps the share at 1 or below.
     shares = {name: 1.0 / (1.0 + float(value)) for name, value in zip(SHARES, values[: len(SHARES)], strict=True)}
     times = {name: float(value) for name, value in zip(SECONDS, values[len(SHARES) :], strict=True)}
-    return dataclasses.replace(others, **shares, **times)  # type: ignore[arg-type]
+    return dataclasses.replace(coefficients, **shares, **times)  # type: ignore[arg-type]
 
 
 def rollout_seconds(engines: costs.RolloutCosts, step: Measured) -> float:
@@ -276,15 +278,15 @@ def read(path: Path) -> Profile:
       DataError: the file is missing, or is no such profile; the message says what is wrong with it.
     """
     try:
-        written = checksums.read_object(path)
+        document = checksums.read_object(path)
         return Profile(
-            hardware.HardwareSheet(**written["sheet"]),
-            dict(written["model"]),
-            costs.Coefficients(**written["coefficients"]),
-            {int(degree): measured_costs.EngineCosts(**values) for degree, values in written["engines"].items()},
-            float(written["sync"]),
-            float(written["between"]),
-            {stage: float(written["errors"][stage]) for stage in ("rollout", "train", "sync", "total")},
+            hardware.HardwareSheet(**document["sheet"]),
+            dict(document["model"]),
+            costs.Coefficients(**document["coefficients"]),
+            {int(degree): measured_costs.EngineCosts(**values) for degree, values in document["engines"].items()},
+            float(document["sync"]),
+            float(document["between"]),
+            {stage: float(document["errors"][stage]) for stage in ("rollout", "train", "sync", "total")},
         )
     except OSError as error:
         raise protocols.DataError(

@@ -17,12 +17,12 @@ class SchedulingCosts:
     Attributes:
       model: the cost model.
       transfer: allows to move key-value caches between instances; without it a moved request is prefilled again.
-      others: cost models of instances on other accelerators, by their sheets' names.
+      models_by_accelerator: cost models of instances on other accelerators, by their sheets' names.
     """
 
     model: costs.Costs
     transfer: bool = False
-    others: Mapping[str, costs.Costs] = dataclasses.field(default_factory=dict)
+    models_by_accelerator: Mapping[str, costs.Costs] = dataclasses.field(default_factory=dict)
 
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
         """Returns the seconds in which one request of `context_tokens` gets `tokens`, among `decoding` similar ones."""
@@ -45,4 +45,4 @@ class SchedulingCosts:
         return min(again, model.transfer_seconds(target.tensor_parallel, context_tokens))
 
     def _model_of(self, instance: protocols.Instance) -> costs.Costs:
-        return self.others.get(instance.accelerator, self.model)
+        return self.models_by_accelerator.get(instance.accelerator, self.model)

@@ -65,19 +65,19 @@ class Confusion:
                 f"a column of a confusion matrix has the shares of a true band, at most 1 in all, not {self.matrix}"
             )
 
-    def wanted(self, bands: Integers) -> Integers:
+    def predict_bands(self, bands: Integers) -> Integers:
         """Returns the predicted band of each request of these true bands; -1 if nothing is predicted.
 
         Of each true band, any long stretch of requests has the shares of the matrix.
         """
-        found = np.full(len(bands), -1, np.int64)
+        predicted_bands = np.full(len(bands), -1, np.int64)
         sums = np.cumsum(np.array(self.matrix, np.float64), axis=0)
         for band in range(len(self.matrix)):
             (places,) = np.nonzero(bands == band)
-            drawn = np.arange(1, len(places) + 1) * GOLDEN % 1.0
-            predicted = np.searchsorted(sums[:, band], drawn, side="right")
-            found[places] = np.where(predicted < len(self.matrix), predicted, -1)
-        return found
+            quantiles = np.arange(1, len(places) + 1) * GOLDEN % 1.0
+            predicted = np.searchsorted(sums[:, band], quantiles, side="right")
+            predicted_bands[places] = np.where(predicted < len(self.matrix), predicted, -1)
+        return predicted_bands
 
     def lines(self, bounds: Sequence[int]) -> list[str]:
         """Returns the matrix as lines of text, a line for each true band.
@@ -108,12 +108,12 @@ def calibrated(policy: str, bands: int, *, tools: bool) -> Confusion:
       bands: number of bands.
       tools: whether rollouts call tools, which is what `BY_RETURNS` predict from.
     """
-    known = np.zeros(bands)
+    shares = np.zeros(bands)
     source = f"{policy} predicts no lengths"
     if policy in CLAIRVOYANT:
-        known[:], source = 1.0, f"{policy} knows true lengths"
+        shares[:], source = 1.0, f"{policy} knows true lengths"
     elif policy in BY_RETURNS and tools:
-        known[-1], source = RECOGNISED, f"{policy}, calibrated on simulated runs"
+        shares[-1], source = RECOGNISED, f"{policy}, calibrated on simulated runs"
     elif policy in BY_RETURNS:
         source = f"{policy} without tools: nothing tells lengths"
-    return Confusion(tuple(map(tuple, np.diag(known).tolist())), source)
+    return Confusion(tuple(map(tuple, np.diag(shares).tolist())), source)

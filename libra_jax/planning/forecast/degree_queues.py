@@ -81,14 +81,14 @@ class Line:
         self.pool = pool
         # Attributes of their own, because searches take their time here.
         self._requests, self._fixed, self._instances = pool.requests, pool.fixed, pool.instances
-        self._slots, self._room, self._most = pool.slots + SLACK, pool.room, len(pool.fixed) - 2
+        self._slots, self._room, self._max_lower = pool.slots + SLACK, pool.room, len(pool.fixed) - 2
         self._due: list[tuple[float, int]] = []  # tick and number of each running request, and of those that left
-        self._left: dict[int, int] = {}  # number of entries of `_due` that count no more, by request
+        self._stale_entries: dict[int, int] = {}  # number of entries of `_due` that count no more, by request
         self.at = self.tick = 0.0
         self.load = 0.0  # decoding requests
         self._drag = self._recall = self._again = 0.0
         self.used = 0.0  # tokens of cache of all requests
-        self._held = 0.0  # tokens of those whose tools run
+        self._tool_tokens = 0.0  # tokens of those whose tools run
         self.rate, self.next = pool.fixed[0], math.inf
         self.changed = False
 
@@ -124,7 +124,8 @@ class Line:
     def leave(self, now: float, number: int, request: int, until: float) -> float:
         """Takes a running request off, which would be done at tick `until`; returns the share of it that is left."""
         self._advance(now)
-        self._left[number] = self._left.get(number, 0) + 1  # if it comes back, it is due later than by this entry
+        # If it comes back, it is due later than by this entry.
+        self._stale_entries[number] = self._stale_entries.get(number, 0) + 1
         self._count(request, -1.0)
         return max(0.0, until - self.tick) / self._requests[request].ticks
 
@@ -143,9 +144,9 @@ class Line:
     def _drop(self) -> None:
         """Drops the first entry of `_due`, which counts no more."""
         number = heapq.heappop(self._due)[1]
-        self._left[number] -= 1
-        if not self._left[number]:
-            del self._left[number]
+        self._stale_entries[number] -= 1
+        if not self._stale_entries[number]:
+            del self._stale_entries[number]
 
     def _advance(self, now: float) -> None:
         if now > self.at:  # the pool stands still until `at`
@@ -160,29 +161,29 @@ class Line:
         self._recall += sign * recall
         self._again += sign * again
         self.used += sign * footprint
-        self._held += sign * (1.0 - share) * footprint
+        self._tool_tokens += sign * (1.0 - share) * footprint
         self.changed = True
 
     def plan(self) -> None:
         """Computes the pace, and when the next request is done. Call after changes, before time goes on."""
         due, pool = self._due, self.pool
         self.changed = False
-        while self._left and due and self._left.get(due[0][1]):
+        while self._stale_entries and due and self._stale_entries.get(due[0][1]):
             self._drop()
         if not due:
             # Rounding errors of many additions must not add up.
-            self.load = self._drag = self._recall = self._again = self.used = self._held = 0.0
+            self.load = self._drag = self._recall = self._again = self.used = self._tool_tokens = 0.0
             self.next = math.inf
             return
         instances, fixed = self._instances, self._fixed
         decoding, drag, slower = self.load / instances, self._drag, 1.0
         if self.used > pool.cache:
-            running = self.used - self._held
-            drag += self._recall * min(1.0, (self.used - pool.cache) / max(self._held, 1.0))
+            running = self.used - self._tool_tokens
+            drag += self._recall * min(1.0, (self.used - pool.cache) / max(self._tool_tokens, 1.0))
             slower = max(1.0, running / pool.cache)  # what does not fit waits
-        whole = int(decoding)
-        if whole > self._most:
-            whole = self._most
-        self.rate = slower * (fixed[whole] + (decoding - whole) * (fixed[whole + 1] - fixed[whole]))
+        lower = int(decoding)
+        if lower > self._max_lower:
+            lower = self._max_lower
+        self.rate = slower * (fixed[lower] + (decoding - lower) * (fixed[lower + 1] - fixed[lower]))
         self.rate += drag / instances
         self.next = self.at + (due[0][0] - self.tick) * self.rate

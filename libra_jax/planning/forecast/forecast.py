@@ -82,7 +82,7 @@ class Setting:
         return self.staleness > 0 or self.part_tokens is not None
 
     @classmethod
-    def of_run(
+    def from_config(
         cls,
         run: configuration.RunConfig,
         model: costs.CostModel,
@@ -114,30 +114,32 @@ class Setting:
         profile = profiles.read(Path(run.planner.profile)) if run.planner.profile else None
         if profile is not None:
             model = profile.cost_model(model)
-        most, context = _devices_together(run, model), run.rollout.max_context
-        most = most if together is None else min(most, together)
-        host, possible = run.cluster.accelerators_per_host if whole_hosts else 0, []
+        max_degree, context = _max_degree(run, model), run.rollout.max_context
+        max_degree = max_degree if together is None else min(max_degree, together)
+        host, candidates = run.cluster.accelerators_per_host if whole_hosts else 0, []
         for degree in sorted(set(run.planner.degrees)):
             with contextlib.suppress(protocols.ConfigError):  # the degree does not divide the model
                 feasibility.check_tensor_parallel(model.shape, degree)
-                possible += [degree] if degree <= most and not host % degree else []
-        degrees = tuple(degree for degree in possible if model.kv_tokens(degree) >= context)
+                candidates += [degree] if degree <= max_degree and not host % degree else []
+        degrees = tuple(degree for degree in candidates if model.kv_tokens(degree) >= context)
         if not degrees:
-            room = max((model.kv_tokens(degree) for degree in possible), default=0)
+            room = max((model.kv_tokens(degree) for degree in candidates), default=0)
             raise protocols.ConfigError(
                 f"config.rollout.max_context: beside the weights, no instance on {model.sheet.name} of the "
-                f"tensor-parallel degrees {possible} (planner.degrees) holds {context} tokens; the most is "
+                f"tensor-parallel degrees {candidates} (planner.degrees) holds {context} tokens; the most is "
                 f"{max(0, room)}: lower it, or plan for other hardware or wider instances"
             )
         if profile is not None:
             degrees = profile.measured(degrees)
-        given = configuration.slots_by_degree(run.rollout.tensor_parallel, slots or run.rollout.instance_slots)
+        slots_by_degree = configuration.slots_by_degree(
+            run.rollout.tensor_parallel, slots or run.rollout.instance_slots
+        )
         micro_batch = run.trainer.micro_batch_rows * run.trainer.row_tokens
         return cls(
             model,
-            meshes.Trainer.of_run(run, model.sheet),
+            meshes.Trainer.from_config(run, model.sheet),
             degrees,
-            tuple(given.get(degree, run.rollout.slots) for degree in degrees),
+            tuple(slots_by_degree.get(degree, run.rollout.slots) for degree in degrees),
             devices,
             run.coordinator.groups_per_step * run.coordinator.group_size,
             run.coordinator.max_staleness,
@@ -153,7 +155,7 @@ class Setting:
         )
 
 
-def _devices_together(run: configuration.RunConfig, model: costs.CostModel) -> int:
+def _max_degree(run: configuration.RunConfig, model: costs.CostModel) -> int:
     """Returns the most devices that an instance may have: those of a node, or of one of the run's hosts."""
     return min(model.sheet.devices_per_node, run.cluster.accelerators_per_host or model.sheet.devices_per_node)
 
@@ -170,12 +172,14 @@ def check_layout(run: configuration.RunConfig, setting: Setting) -> None:
         model = setting.model
         profile = setting.profile
         if profile is not None and degree not in profile.engines:
-            known = ", ".join(map(str, sorted(profile.engines)))
-            reason = f"config.planner.profile has measured {known}; record a run with it (launch/calibrate.py)"
+            measured_degrees = ", ".join(map(str, sorted(profile.engines)))
+            reason = (
+                f"config.planner.profile has measured {measured_degrees}; record a run with it (launch/calibrate.py)"
+            )
         elif degree not in run.planner.degrees:
             reason = f"config.planner.degrees: {run.planner.degrees} leave it out; add it"
-        elif degree > (most := _devices_together(run, model)):
-            reason = f"a node of {model.sheet.name} has {most} devices; take narrower instances"
+        elif degree > (max_degree := _max_degree(run, model)):
+            reason = f"a node of {model.sheet.name} has {max_degree} devices; take narrower instances"
         else:
             room = max(0, model.kv_tokens(degree))
             reason = (
@@ -249,18 +253,18 @@ class Work:
         self._sample = serving.Demand.in_order(prompts, turns)
         if trained is None or not any(trained):
             trained = [True] * len(turns)
-        kept = [index for index, one in enumerate(trained) if one]
+        trained_indices = [index for index, one in enumerate(trained) if one]
         # Tokens of each whole context at its end; its last tool return is never shown.
         contexts = [
             prompts[index]
             + sum(max(1, turn.generated_tokens) + turn.payload_tokens for turn in turns[index])
             - turns[index][-1].payload_tokens
-            for index in kept
+            for index in trained_indices
             if turns[index]
         ]
-        count = max(1, round(setting.requests * len(kept) / len(trained)))
+        count = max(1, round(setting.requests * len(trained_indices) / len(trained)))
         batches = max(1, min(BATCHES, len(contexts) // count))
-        # Spread evenly over the kept trajectories, so that the sample has their lengths.
+        # Spread evenly over the trained trajectories, so that the sample has their lengths.
         lengths = [contexts[index * len(contexts) // (count * batches)] for index in range(count * batches)]
         streams, size = setting.part_tokens is not None, min(setting.group_size, setting.requests)
         parts = setting.requests // size if streams else 0
@@ -273,7 +277,7 @@ class Work:
         self._steps: dict[tuple[object, ...], pipeline.Steps] = {}
         # A rollout's longest context is what is trained of it.
         self._tokens = self._sample.peak.tolist() if streams else []
-        self._least = (setting.part_tokens or 0) / (setting.requests * float(self._sample.peak.mean()))
+        self._min_part_share = (setting.part_tokens or 0) / (setting.requests * float(self._sample.peak.mean()))
         self._sequences: dict[int, tuple[pipeline.Integers, list[int], float]] = {}  # by groups of a step
         host = setting.host_devices
         front = search.front_of(
@@ -324,8 +328,8 @@ class Work:
 
     def ranked(self, levels: Levels, count: int) -> list[protocols.Plan]:
         """Returns the plans with the shortest steps at these levels, at most `count`, the best first."""
-        found = self.searched(levels).ranked(self._setting.devices, max(count, search.SURE))
-        return [split.plan for split in found[:count]]
+        splits = self.searched(levels).ranked(self._setting.devices, max(count, search.SURE))
+        return [split.plan for split in splits[:count]]
 
     def predict(self, plan: protocols.Plan, levels: Levels) -> Prediction:
         """Predicts the seconds of both stages, each at its level, and of the step; infinite if a context fits no
@@ -364,8 +368,8 @@ class Work:
         if key not in self._steps:
             # A large cluster is followed at a smaller scale.
             size = min(setting.group_size, setting.requests)
-            whole = max(1, setting.requests // size)
-            groups = min(whole, max(1, (ROUGHLY if rough else FOLLOWED) // size))
+            groups_per_step = max(1, setting.requests // size)
+            groups = min(groups_per_step, max(1, (ROUGHLY if rough else FOLLOWED) // size))
             rules = pipeline.Cycle(
                 groups,
                 size,
@@ -374,20 +378,23 @@ class Work:
                 setting.ageing / level,
                 train.early if groups > 1 else 0.0,
                 train.part,
-                self._least,
+                self._min_part_share,
             )
             if groups not in self._sequences:
                 sequence = self._sequence(rules, setting.requests)
                 # Requests that are followed may be longer than all are on average: they get as much more to run on.
-                more = float(self._sample.tokens[sequence].mean() / self._sample.tokens.mean())
-                self._sequences[groups] = sequence, sequence.tolist(), more
-            sequence, drawn, more = self._sequences[groups]
-            pools = [self._pools.pool(one.tensor_parallel, one.count * more * groups / whole) for one in buckets]
-            wanted = [-1] * len(drawn)
+                length_ratio = float(self._sample.tokens[sequence].mean() / self._sample.tokens.mean())
+                self._sequences[groups] = sequence, sequence.tolist(), length_ratio
+            sequence, sampled_requests, length_ratio = self._sequences[groups]
+            pools = [
+                self._pools.pool(one.tensor_parallel, one.count * length_ratio * groups / groups_per_step)
+                for one in buckets
+            ]
+            predicted_pools = [-1] * len(sampled_requests)
             if bounds := [bucket.max_remaining_tokens for bucket in buckets[:-1]]:
                 bands = np.searchsorted(bounds, self._sample.tokens[sequence])
-                wanted = self.confusion(len(buckets)).wanted(bands).tolist()
-            self._steps[key] = pipeline.follow(pools, drawn, wanted, rules, self._tokens)
+                predicted_pools = self.confusion(len(buckets)).predict_bands(bands).tolist()
+            self._steps[key] = pipeline.follow(pools, sampled_requests, predicted_pools, rules, self._tokens)
         return self._steps[key]
 
     def _sequence(self, rules: pipeline.Cycle, requests: int) -> pipeline.Integers:
@@ -437,18 +444,18 @@ def uncertainty(
             work = Work(dataclasses.replace(setting, model=model), prompts, turns)
         except protocols.ConfigError:
             return None
-        found = dataclasses.astuple(work.predict(plan, Levels()))
-        return found if all(map(math.isfinite, found)) else None
+        times = dataclasses.astuple(work.predict(plan, Levels()))
+        return times if all(map(math.isfinite, times)) else None
 
     base = seconds(setting.model)
     assert base is not None
     effects: dict[str, list[float]] = {}
     for name, value in costs.moved(setting.model.coefficients, MOVE):
         coefficients = dataclasses.replace(setting.model.coefficients, **{name: value})  # type: ignore[arg-type]
-        other = seconds(dataclasses.replace(setting.model, coefficients=coefficients))
-        if other is None:  # the plan no longer fits into the memory, so there is no time to compare
+        moved_times = seconds(dataclasses.replace(setting.model, coefficients=coefficients))
+        if moved_times is None:  # the plan no longer fits into the memory, so there is no time to compare
             continue
-        changes = [abs(after / before - 1.0) for before, after in zip(base, other, strict=True)]
+        changes = [abs(after / before - 1.0) for before, after in zip(base, moved_times, strict=True)]
         # The larger effect of the move down and the move up.
         effects[name] = [max(pair) for pair in zip(changes, effects.get(name, changes), strict=True)]
     return Prediction(*(math.hypot(*one) for one in zip(*effects.values(), strict=True)))

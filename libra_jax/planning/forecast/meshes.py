@@ -111,7 +111,7 @@ class Trainer:
     moments: tuple[int, int] = (2, 2)
 
     @classmethod
-    def of_run(cls, run: configuration.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
+    def from_config(cls, run: configuration.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
         """Returns a run's trainer on devices of this sheet.
 
         Raises:
@@ -153,10 +153,10 @@ class Trainer:
     def case(self, model: costs.CostModel, mesh: tuple[int, int, int]) -> programs.Case | None:
         """Returns what was compiled for a model and a mesh (data, fsdp, tensor), or None."""
         sizes = model.parameters, adapters.parameter_count(model.shape), mesh, self.context
-        wanted = (*sizes, self.rows, self.lengths[-1], self.packed, self.remat, self.reference_bytes > 0)
+        key = (*sizes, self.rows, self.lengths[-1], self.packed, self.remat, self.reference_bytes > 0)
         for case in self.compiled:
             sizes = case.parameters, case.adapter_parameters, case.mesh, case.context
-            if (*sizes, case.rows, case.row_tokens, case.packed, case.remat, case.reference) == wanted:
+            if (*sizes, case.rows, case.row_tokens, case.packed, case.remat, case.reference) == key:
                 return case
         return None
 
@@ -206,14 +206,17 @@ def check_fits(model: costs.CostModel, trainer: Trainer, sizes: tuple[int, int, 
     """
     data, fsdp, tensor = sizes
     # Memory depends on the rows alone, so one short sequence is enough.
-    made = Training(model, [2], trainer)
-    if tensor not in made.tensor_degrees() or not made.divides(fsdp):
+    training = Training(model, [2], trainer)
+    if tensor not in training.tensor_degrees() or not training.divides(fsdp):
         experts = f" and of {model.shape.num_experts} experts" if model.shape.num_experts else ""
         raise protocols.ConfigError(
             f"config.{field}: (data, fsdp, tensor) = {sizes} does not divide the model: tensor is one of "
-            f"{made.tensor_degrees()}, and fsdp a divisor of {model.shape.hidden_size // trainer.context}{experts}"
+            f"{training.tensor_degrees()}, and fsdp a divisor of {model.shape.hidden_size // trainer.context}{experts}"
         )
-    needed, room = made.memory_bytes(data, fsdp, tensor), model.sheet.memory_bytes * model.coefficients.memory_fraction
+    needed, room = (
+        training.memory_bytes(data, fsdp, tensor),
+        model.sheet.memory_bytes * model.coefficients.memory_fraction,
+    )
     if needed > room:
         raise protocols.ConfigError(
             f"config.{field}: on (data, fsdp, tensor) = {sizes} a device needs {needed / 1e9:.1f} GB and has "
@@ -226,9 +229,9 @@ def _squares(columns: rows.Integers, trainer: Trainer) -> Iterator[tuple[int, np
     """Yields each length of row of a packed batch, with the sum of squared sequence lengths of each row, descending."""
     fitted = rows.fit(columns, trainer.lengths, trainer.packed)
     squares = np.bincount(fitted.row[columns > 0], weights=columns[columns > 0].astype(np.float64) ** 2)
-    each = np.array(fitted.length)
+    row_lengths = np.array(fitted.length)
     for length in sorted(set(fitted.length)):
-        yield length, np.sort(squares[each == length])[::-1]
+        yield length, np.sort(squares[row_lengths == length])[::-1]
 
 
 class Training:
@@ -289,19 +292,19 @@ class Training:
         if experts:
             gathered += GATHERED_BYTES * columns * fsdp * shape.hidden_size
             # A layer's own experts in bfloat16, whole over `context`, and their summed gradients in float32.
-            own = experts / (shape.num_layers * fsdp * tensor)
-            gathered += (costs.BYTES_PER_VALUE + communication_bounds.SUM_BYTES) * own
+            layer_experts = experts / (shape.num_layers * fsdp * tensor)
+            gathered += (costs.BYTES_PER_VALUE + communication_bounds.SUM_BYTES) * layer_experts
         return state + activations + working + logits + gathered
 
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the seconds of a step."""
-        known, sums = self._model.coefficients, self.sum_seconds(data, fsdp, tensor)
+        coefficients, sums = self._model.coefficients, self.sum_seconds(data, fsdp, tensor)
         turns = self._turns(data, fsdp, tensor) * (self._trainer.updates * (1 + self._trainer.critic))
-        rate = self._model.sheet.memory_bytes_per_second * known.memory_share
+        rate = self._model.sheet.memory_bytes_per_second * coefficients.memory_share
         # An update reads and writes weights, summed gradients and moments.
         numbers = 2 * self._model.trained_parameters + self._trainer.moment_numbers(self._model)
         update = turns * 2 * VALUE_BYTES * numbers / (fsdp * tensor * self._trainer.context * rate)
-        return known.train_overhead + sums + update
+        return coefficients.train_overhead + sums + update
 
     def _turns(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the number of devices that take turns on a core; 1 on accelerators."""
@@ -311,25 +314,25 @@ class Training:
     def sum_seconds(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the seconds of a step's sums of gradients, without the update."""
         case = self._trainer.case(self._model, (data, fsdp, tensor))
-        known, shape = self._model.coefficients, self._model.shape
+        coefficients, shape = self._model.coefficients, self._model.shape
         again = RECOMPUTED[self._trainer.remat]
-        each = -(-self._trainer.rows // (data * fsdp))
+        rows_per_shard = -(-self._trainer.rows // (data * fsdp))
         cores, context, total = self._trainer.cores, self._trainer.context, 0.0
         turns = self._turns(data, fsdp, tensor)
         further, epochs, critic = self._further_operations(), self._trainer.epochs, self._trainer.critic
         for length, squares in self._rows:
             # Rows are sorted by their squares, so every n-th is the slowest of its micro-batch. Attention stays inside
             # a sequence, so its work grows with the sum of the sequences' squared lengths.
-            heaviest = squares[:: data * fsdp * each]
+            heaviest = squares[:: data * fsdp * rows_per_shard]
             linear = 2.0 * self._model.active_parameters * length
             forward = linear + 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * heaviest
             # The backward pass costs two forward passes.
             # A critic costs what the policy costs, and scores its batch once.
             passes = (1 + critic) * epochs * (3.0 + again) + self._trainer.scorings + critic
             work = passes * forward + epochs * further * length
-            slowest = work / (tensor * context * self._model.sheet.flops * known.train_flops_share)
-            busy = turns * (each * slowest + epochs * known.micro_batch_overhead)
-            hidden, exposed = self._collective_seconds(data, fsdp, tensor, each * length // context, case)
+            slowest = work / (tensor * context * self._model.sheet.flops * coefficients.train_flops_share)
+            busy = turns * (rows_per_shard * slowest + epochs * coefficients.micro_batch_overhead)
+            hidden, exposed = self._collective_seconds(data, fsdp, tensor, rows_per_shard * length // context, case)
             hidden *= epochs
             total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum())
             total += epochs * len(slowest) * exposed
@@ -345,29 +348,29 @@ class Training:
             further += (3.0 + again + self._trainer.scorings) * model.trained_parameters - model.active_parameters
         return 2.0 * further
 
-    def costing(self, model: costs.CostModel) -> Training:
+    def with_costs(self, model: costs.CostModel) -> Training:
         """Returns the same steps with other costs."""
         # Shares the packed rows, which do not depend on costs.
-        other = copy.copy(self)
-        other._model = model
-        other._part = None if self._part is None else self._part.costing(model)
-        return other
+        training = copy.copy(self)
+        training._model = model
+        training._part = None if self._part is None else self._part.with_costs(model)
+        return training
 
     def mesh(self, data: int, fsdp: int, tensor: int) -> Mesh:
         """Returns the mesh of these sizes, even if it does not fit."""
-        seconds, held = self.seconds(data, fsdp, tensor), self.memory_bytes(data, fsdp, tensor)
+        seconds, memory_bytes = self.seconds(data, fsdp, tensor), self.memory_bytes(data, fsdp, tensor)
         early = part = 0.0
         if self._part is not None:
             # k groups at once take about part + k * (early - part) / groups: right for one group, and for all.
             early, one = self.sum_seconds(data, fsdp, tensor), self._part.sum_seconds(data, fsdp, tensor)
             part = max(0.0, (self._parts * one - early) / (self._parts - 1))
-        return Mesh(data, fsdp, tensor, seconds, held, self._trainer.context, early, part)
+        return Mesh(data, fsdp, tensor, seconds, memory_bytes, self._trainer.context, early, part)
 
-    def front(self, most: int, *, whole_rows: bool = False, host_devices: int = 1) -> tuple[Mesh, ...]:
-        """Returns meshes over at most `most` devices, fewest first, each faster than all with fewer.
+    def front(self, max_devices: int, *, whole_rows: bool = False, host_devices: int = 1) -> tuple[Mesh, ...]:
+        """Returns meshes over at most `max_devices` devices, fewest first, each faster than all with fewer.
 
         Args:
-          most: largest number of devices.
+          max_devices: largest number of devices.
           whole_rows: keeps only meshes whose shards divide the rows of a micro-batch, as a running trainer needs.
           host_devices: devices of a host. A mesh on several hosts takes all of their devices, and splits layers and
             rows inside a host (`cluster.hosts`). 1: any number.
@@ -377,39 +380,40 @@ class Training:
         """
         room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
         hidden_size, context = self._model.shape.hidden_size, self._trainer.context
-        found: list[Mesh] = []
+        candidates: list[Mesh] = []
         for tensor in self.tensor_degrees():
-            for fsdp in range(1, min(hidden_size, most // (tensor * context)) + 1):
+            for fsdp in range(1, min(hidden_size, max_devices // (tensor * context)) + 1):
                 if not self.divides(fsdp):
                     continue
                 # More replicas would have no rows.
                 enough = -(-max(len(squares) for _, squares in self._rows) // fsdp)
-                for data in range(1, min(enough, most // (fsdp * tensor * context)) + 1):
+                for data in range(1, min(enough, max_devices // (fsdp * tensor * context)) + 1):
                     divides = self._trainer.rows % (data * fsdp) == 0 or not whole_rows
                     if data * fsdp * tensor * context > host_devices > 1:
                         divides &= data * fsdp * tensor * context % host_devices == 0
                         divides &= host_devices % (tensor * context) == 0
                     if divides and self.memory_bytes(data, fsdp, tensor) <= room:
-                        found.append(self.mesh(data, fsdp, tensor))
+                        candidates.append(self.mesh(data, fsdp, tensor))
         front: list[Mesh] = []
-        for mesh in sorted(found, key=lambda mesh: (mesh.devices, mesh.seconds)):
+        for mesh in sorted(candidates, key=lambda mesh: (mesh.devices, mesh.seconds)):
             if not front or mesh.seconds < front[-1].seconds:
                 front.append(mesh)
         if not front:
             sheet, row = self._model.sheet, self._trainer.lengths[-1]
-            degrees = [tensor for tensor in self.tensor_degrees() if tensor * context <= most]
+            degrees = [tensor for tensor in self.tensor_degrees() if tensor * context <= max_devices]
             if not degrees:
                 raise protocols.ConfigError(
-                    f"config.trainer.context: {context} needs more than the {most} devices that there are; lower it"
+                    f"config.trainer.context: {context} needs more than the {max_devices} devices that there are; "
+                    "lower it"
                 )
-            needed = min(self.memory_bytes(1, most // (tensor * context), tensor) for tensor in degrees)
+            needed = min(self.memory_bytes(1, max_devices // (tensor * context), tensor) for tensor in degrees)
             advice = [self._enough(room), "shorter or fewer rows (trainer.row_tokens, trainer.rows_per_micro_batch)"]
             if RECOMPUTED[self._trainer.remat] < 1:
                 advice.append("model.remat='full'")
             raise protocols.ConfigError(
-                f"the model trains on no mesh of {most} {sheet.name} devices: even sharded over all of them a device "
-                f"needs {needed / 1e9:.1f} GB for its part of {self._model.parameters / 1e9:.1f} billion parameters "
-                f"and a row of {row} tokens, and has {room / 1e9:.1f}; {' or '.join(advice)}"
+                f"the model trains on no mesh of {max_devices} {sheet.name} devices: even sharded over all of them a "
+                f"device needs {needed / 1e9:.1f} GB for its part of {self._model.parameters / 1e9:.1f} billion "
+                f"parameters and a row of {row} tokens, and has {room / 1e9:.1f}; {' or '.join(advice)}"
             )
         return tuple(front)
 
@@ -493,17 +497,19 @@ class Training:
           columns: columns of the micro-batch on each device.
           case: the programs that were compiled for the mesh, if there are any.
         """
-        sheet, known, again = self._model.sheet, self._model.coefficients, self._trainer.scorings
-        shares, layers = (known.large_message_share, known.network_share), self._model.shape.num_layers
+        sheet, coefficients, again = self._model.sheet, self._model.coefficients, self._trainer.scorings
+        shares, layers = (coefficients.large_message_share, coefficients.network_share), self._model.shape.num_layers
         context = self._trainer.context
         along_fsdp = sheet.collective_rate(fsdp * tensor * context, *shares)
         if case is not None:
-            hidden = case.communication_seconds(sheet, known, over_tensor=False)
+            hidden = case.communication_seconds(sheet, coefficients, over_tensor=False)
             if again and "score" in case.programs:
-                hidden += case.communication_seconds(sheet, known, over_tensor=False, program="score")
+                hidden += case.communication_seconds(sheet, coefficients, over_tensor=False, program="score")
             # A program's record does not tell tokens for experts from parameters, so the formula says how many are.
             tokens = min(hidden, self.volumes(data, fsdp, tensor, case.columns).experts / along_fsdp)
-            exposed = tokens + (case.communication_seconds(sheet, known, over_tensor=True) if tensor > 1 else 0.0)
+            exposed = tokens + (
+                case.communication_seconds(sheet, coefficients, over_tensor=True) if tensor > 1 else 0.0
+            )
             # Bytes over `tensor` and of tokens grow with the columns; those over the other axes are of parameters.
             return hidden - tokens, exposed * columns / case.columns
         volumes = self.volumes(data, fsdp, tensor, columns)
@@ -518,7 +524,7 @@ class Training:
         latencies = layers * passes * ((1 if moves else 2) * (tensor > 1) + 4 * (context > 1))
         latencies += layers * moves * ((tensor > 1) + (fsdp > 1))
         # `tensor` stays inside a node; `context` is the innermost axis of the mesh.
-        exposed = latencies * known.large_message_latency
-        exposed += volumes.tensor / (sheet.node_link_bytes_per_second * known.large_message_share)
+        exposed = latencies * coefficients.large_message_latency
+        exposed += volumes.tensor / (sheet.node_link_bytes_per_second * coefficients.large_message_share)
         exposed += volumes.context / sheet.collective_rate(context, *shares) + volumes.experts / along_fsdp
-        return hidden + messages * known.large_message_latency, exposed
+        return hidden + messages * coefficients.large_message_latency, exposed

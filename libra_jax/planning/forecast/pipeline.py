@@ -38,7 +38,7 @@ from libra_jax.planning.forecast import degree_queues
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-WARM, TAKEN = 2, 2
+WARM, COUNTED = 2, 2
 """Multiples of staleness + 1 in steps: those that only fill the slots, and those whose mean counts."""
 
 LEAST_STEPS = 4
@@ -62,7 +62,7 @@ class Cycle:
       ageing: seconds of waiting after which a request starts without room.
       early: seconds of `train` that may be spent on finished groups of an incomplete batch; 0: none.
       part: seconds of each part of a step beyond its share of `early`.
-      least: share of a batch's tokens that a part before the last has at least.
+      min_part_share: share of a batch's tokens that a part before the last has at least.
     """
 
     groups: int
@@ -72,14 +72,14 @@ class Cycle:
     ageing: float = math.inf
     early: float = 0.0
     part: float = 0.0
-    least: float = 0.0
+    min_part_share: float = 0.0
 
     @property
     def steps(self) -> tuple[int, int]:
         """Steps to follow before the mean begins, and steps of the mean."""
         window = self.staleness + 1
         # Steps of max staleness 0 leave nothing to the next one.
-        return (WARM * window if self.staleness else 0), max(LEAST_STEPS, TAKEN * window)
+        return (WARM * window if self.staleness else 0), max(LEAST_STEPS, COUNTED * window)
 
     @property
     def requests(self) -> int:
@@ -111,8 +111,8 @@ class _Stream:
         self._tokens = [sum([tokens[request] for request in sequence[start : start + size]]) for start in starts]
         self._open = [size] * len(self._tokens)  # unfinished requests of each group
         batches = range(0, len(self._tokens) - groups + 1, groups)
-        self._whole = [sum(self._tokens[first : first + groups]) for first in batches]
-        self._ready, self._begun = [0.0] * len(self._whole), [0.0] * len(self._whole)
+        self._batch_tokens = [sum(self._tokens[first : first + groups]) for first in batches]
+        self._ready, self._started_shares = [0.0] * len(self._batch_tokens), [0.0] * len(self._batch_tokens)
 
     def finished(self, number: int) -> None:
         """Counts a finished request."""
@@ -120,23 +120,23 @@ class _Stream:
         self._open[group] -= 1
         if not self._open[group]:
             batch = group // self._cycle.groups
-            self._ready[batch] += self._tokens[group] / self._whole[batch]
+            self._ready[batch] += self._tokens[group] / self._batch_tokens[batch]
 
     def part_seconds(self, batch: int) -> float:
         """Returns the seconds of the part of an incomplete batch that the trainer begins now; -1 if it waits."""
         cycle, share = self._cycle, self._ready[batch]
-        if share <= 0.0 or share < cycle.least:
+        if share <= 0.0 or share < cycle.min_part_share:
             return -1.0
         self._ready[batch] = 0.0
-        self._begun[batch] += share
+        self._started_shares[batch] += share
         return cycle.part + share * (cycle.early - cycle.part)
 
     def rest_seconds(self, batch: int) -> float:
         """Returns the seconds from a complete batch to the next version."""
-        cycle, begun = self._cycle, self._begun[batch]
-        if not begun:
+        cycle, started_share = self._cycle, self._started_shares[batch]
+        if not started_share:
             return cycle.train
-        return cycle.train - cycle.early + cycle.part + (1.0 - begun) * (cycle.early - cycle.part)
+        return cycle.train - cycle.early + cycle.part + (1.0 - started_share) * (cycle.early - cycle.part)
 
 
 class _Run:
@@ -146,19 +146,19 @@ class _Run:
         self,
         layout: Sequence[degree_queues.Pool],
         sequence: Sequence[int],
-        wanted: Sequence[int],
+        predicted_pools: Sequence[int],
         cycle: Cycle,
         tokens: Sequence[float],
     ) -> None:
-        self._sequence, self._wanted, self._cycle = sequence, wanted, cycle
+        self._sequence, self._predicted_pools, self._cycle = sequence, predicted_pools, cycle
         self._lines = [degree_queues.Line(pool) for pool in layout]
         self._place: dict[int, tuple[int, float]] = {}  # line of each running request, and the tick of its end
         self._strays: list[collections.deque[int]] = [collections.deque() for _ in layout]
         self._batch = cycle.groups * cycle.size
         self._open = [self._batch] * (len(sequence) // self._batch)  # unfinished requests of each batch
-        self._done = [0.0] * len(self._open)  # finished work of each batch
-        self._sent: list[float] = []  # time at which each batch was dispatched
-        self._begun = 0  # begun requests
+        self._finished_work = [0.0] * len(self._open)  # ticks of each batch's finished requests
+        self._dispatch_times: list[float] = []  # time at which each batch was dispatched
+        self._next_number = 0  # number of the next request that begins
         self._out: dict[int, tuple[float, float]] = {}  # of each request that was pushed out, since when, and its rest
         self._by_age: collections.deque[tuple[float, int]] = collections.deque()
         self._by_number: list[int] = []
@@ -167,36 +167,36 @@ class _Run:
 
     def steps(self) -> Steps:
         """Returns the means of the counted steps."""
-        warm, taken = self._cycle.steps
-        now, trained, ends = 0.0, math.inf, [0.0]
-        whole, busy, train, stream = False, 0.0, self._cycle.train, self._stream
+        warm_steps, counted_steps = self._cycle.steps
+        now, train_end, ends = 0.0, math.inf, [0.0]
+        is_complete, busy, train, stream = False, 0.0, self._cycle.train, self._stream
         before, single = 0.0, self._lines[0] if len(self._lines) == 1 else None
-        self._sent = [now] * (self._cycle.staleness + 1)
+        self._dispatch_times = [now] * (self._cycle.staleness + 1)
         self._start(now)
         for line in self._lines:
             line.plan()
-        while len(ends) <= warm + taken:
+        while len(ends) <= warm_steps + counted_steps:
             # A step trains on the oldest batch, and waits for all of it.
-            if trained == math.inf:
+            if train_end == math.inf:
                 batch = len(ends) - 1
-                whole, took = not self._open[batch], train
+                is_complete, seconds = not self._open[batch], train
                 if stream is not None:
-                    took = stream.rest_seconds(batch) if whole else stream.part_seconds(batch)
-                if whole or (stream is not None and took >= 0.0):
-                    trained = now + took
-                    busy += took if batch >= warm else 0.0
+                    seconds = stream.rest_seconds(batch) if is_complete else stream.part_seconds(batch)
+                if is_complete or (stream is not None and seconds >= 0.0):
+                    train_end = now + seconds
+                    busy += seconds if batch >= warm_steps else 0.0
             line = single or min(self._lines, key=_next)
-            if trained == line.next == math.inf:
+            if train_end == line.next == math.inf:
                 return Steps(math.inf, train)  # some request fits no pool
-            if trained <= line.next and not whole:  # a part of a step is summed
-                now, trained = trained, math.inf
+            if train_end <= line.next and not is_complete:  # a part of a step is summed
+                now, train_end = train_end, math.inf
                 continue
-            if trained <= line.next:
-                now, trained = trained, math.inf
+            if train_end <= line.next:
+                now, train_end = train_end, math.inf
                 ends.append(now)
-                if len(ends) == warm + 1:
-                    before = sum(self._done)
-                self._sent.append(now)
+                if len(ends) == warm_steps + 1:
+                    before = sum(self._finished_work)
+                self._dispatch_times.append(now)
                 for line in self._lines:
                     line.sync(now)
             else:
@@ -207,53 +207,56 @@ class _Run:
             for line in self._lines:
                 if line.changed:
                     line.plan()
-        mean = (ends[-1] - ends[warm]) / taken
+        mean = (ends[-1] - ends[warm_steps]) / counted_steps
         # Where steps wait for rollout, one of several waits for the slowest requests of them all. Requests finish more
         # evenly than steps end, so few steps tell the rate of finished work better than the mean step.
-        ratio = sum(self._done[warm : warm + taken]) / (sum(self._done) - before)
-        train = train if stream is None else busy / taken
+        ratio = sum(self._finished_work[warm_steps : warm_steps + counted_steps]) / (sum(self._finished_work) - before)
+        train = train if stream is None else busy / counted_steps
         waits = min(1.0, (1.0 - train / mean) / WAITED)
         return Steps(mean * (1.0 + waits * (ratio - 1.0)), train)
 
     def _finished(self, now: float, number: int) -> None:
         """Counts a finished request; its place may go to one that is predicted to belong there."""
-        own, _ = self._place.pop(number)
+        place, _ = self._place.pop(number)
         batch = number // self._batch
         self._open[batch] -= 1
         if self._stream is not None:
             self._stream.finished(number)
-        self._done[batch] += self._lines[0].pool.requests[self._sequence[number]].ticks  # on any pool, but one for all
-        if self._strays[own]:
-            self._gather(now, own)
+        # On any pool, but one for all.
+        self._finished_work[batch] += self._lines[0].pool.requests[self._sequence[number]].ticks
+        if self._strays[place]:
+            self._gather(now, place)
 
     def _start(self, now: float) -> None:
         """Starts waiting requests in the order of their dispatch, until one finds no place."""
-        begun, last = self._begun, len(self._sent) * self._batch
-        if begun == last and not self._out:
+        next_number, last = self._next_number, len(self._dispatch_times) * self._batch
+        if next_number == last and not self._out:
             return
-        if self._by_age or (begun < last and self._sent[begun // self._batch] <= now - self._cycle.ageing):
+        if self._by_age or (
+            next_number < last and self._dispatch_times[next_number // self._batch] <= now - self._cycle.ageing
+        ):
             self._start_aged(now)
         lines = self._lines
         while True:
-            number = self._first() if self._out else self._begun
+            number = self._first() if self._out else self._next_number
             if number == last:
                 return
-            request, own = self._sequence[number], self._wanted[number]
-            chosen = own
-            if own < 0 or not lines[own].admits(request):
-                chosen, least = -1, math.inf
+            request, predicted = self._sequence[number], self._predicted_pools[number]
+            chosen = predicted
+            if predicted < 0 or not lines[predicted].admits(request):
+                chosen, lowest_rate = -1, math.inf
                 for index, line in enumerate(lines):
                     if line.admits(request):
                         if line.changed and len(lines) > 1:  # a pool alone is chosen at any pace
                             line.plan()
-                        if line.rate < least:
-                            chosen, least = index, line.rate
+                        if line.rate < lowest_rate:
+                            chosen, lowest_rate = index, line.rate
                 if chosen < 0:
                     return
-                if own >= 0:
-                    self._strays[own].append(number)
-            if number == self._begun:
-                self._begun += 1
+                if predicted >= 0:
+                    self._strays[predicted].append(number)
+            if number == self._next_number:
+                self._next_number += 1
                 self._join(now, number, chosen, 1.0)
             else:
                 self._resume(now, number, chosen)
@@ -263,13 +266,13 @@ class _Run:
         waiting = self._by_number
         while waiting and waiting[0] not in self._out:
             heapq.heappop(waiting)
-        return waiting[0] if waiting else self._begun  # it had begun before all that did not
+        return waiting[0] if waiting else self._next_number  # it had begun before all that did not
 
     def _resume(self, now: float, number: int, chosen: int) -> None:
         """Starts a request again that was pushed out, and prefills its context."""
-        _, left = self._out.pop(number)
+        _, remaining_share = self._out.pop(number)
         line = self._lines[chosen]
-        self._join(now, number, chosen, left)
+        self._join(now, number, chosen, remaining_share)
         line.stop(now, line.pool.requests[self._sequence[number]].again / line.pool.instances)
 
     def _start_aged(self, now: float) -> None:
@@ -279,8 +282,11 @@ class _Run:
             while ages and self._out.get(ages[0][1], (-1.0,))[0] != ages[0][0]:
                 ages.popleft()
             since, number = ages[0] if ages else (math.inf, -1)
-            if self._begun < len(self._sent) * self._batch and self._sent[self._begun // self._batch] <= since:
-                since, number = self._sent[self._begun // self._batch], self._begun
+            if (
+                self._next_number < len(self._dispatch_times) * self._batch
+                and self._dispatch_times[self._next_number // self._batch] <= since
+            ):
+                since, number = self._dispatch_times[self._next_number // self._batch], self._next_number
             if since > limit:
                 return
             chosen = min(
@@ -290,8 +296,8 @@ class _Run:
             while line.lacks(request):
                 if not self._push_out(now, chosen):
                     return
-            if number == self._begun:
-                self._begun += 1
+            if number == self._next_number:
+                self._next_number += 1
                 self._join(now, number, chosen, 1.0)
             else:
                 self._resume(now, number, chosen)
@@ -311,23 +317,23 @@ class _Run:
                 return False
             joined.popleft()
             del self._place[number]
-            left = line.leave(now, number, request, place[1])
-            self._out[number] = now, left
+            remaining_share = line.leave(now, number, request, place[1])
+            self._out[number] = now, remaining_share
             self._by_age.append((now, number))
             heapq.heappush(self._by_number, number)
             return True
         return False
 
-    def _join(self, now: float, number: int, chosen: int, left: float) -> None:
+    def _join(self, now: float, number: int, chosen: int, remaining_share: float) -> None:
         line, request = self._lines[chosen], self._sequence[number]
-        ticks = left * line.pool.requests[request].ticks
+        ticks = remaining_share * line.pool.requests[request].ticks
         line.join(now, number, request, ticks)
         self._place[number] = chosen, line.tick + ticks
         self._joined[chosen].append((number, line.tick))
 
-    def _gather(self, now: float, own: int) -> None:
+    def _gather(self, now: float, home: int) -> None:
         """Moves strays to the pool that they are predicted to belong to, while there is room."""
-        line, strays = self._lines[own], self._strays[own]
+        line, strays = self._lines[home], self._strays[home]
         while strays:
             number = strays[0]
             place = self._place.get(number)
@@ -335,23 +341,23 @@ class _Run:
                 request = self._sequence[number]
                 if not line.admits(request):
                     return
-                left = self._lines[place[0]].leave(now, number, request, place[1])
-                self._join(now, number, own, left)
+                remaining_share = self._lines[place[0]].leave(now, number, request, place[1])
+                self._join(now, number, home, remaining_share)
                 line.stop(now, line.pool.requests[request].again / line.pool.instances)  # its context is prefilled here
             strays.popleft()
 
 
 def step_seconds(
-    layout: Sequence[degree_queues.Pool], sequence: Sequence[int], wanted: Sequence[int], cycle: Cycle
+    layout: Sequence[degree_queues.Pool], sequence: Sequence[int], predicted_pools: Sequence[int], cycle: Cycle
 ) -> float:
     """Returns the mean seconds of a training step; see `follow`."""
-    return follow(layout, sequence, wanted, cycle).seconds
+    return follow(layout, sequence, predicted_pools, cycle).seconds
 
 
 def follow(
     layout: Sequence[degree_queues.Pool],
     sequence: Sequence[int],
-    wanted: Sequence[int],
+    predicted_pools: Sequence[int],
     cycle: Cycle,
     tokens: Sequence[float] | None = None,
 ) -> Steps:
@@ -360,10 +366,11 @@ def follow(
     Args:
       layout: the instances of each degree.
       sequence: sampled request of each dispatched one, at least `cycle.requests`; members of a group follow each other.
-      wanted: number of the pool that each dispatched request is predicted to belong to; -1 if nothing is predicted.
+      predicted_pools: number of the pool that each dispatched request is predicted to belong to; -1 if nothing is
+        predicted.
       cycle: the trainer's side.
       tokens: trained tokens of each sampled request, for `Cycle.early`; None: all have equally many.
     """
     if tokens is None:
         tokens = [1.0] * (max(sequence) + 1) if cycle.early else []
-    return _Run(layout, sequence, wanted, cycle, tokens).steps()
+    return _Run(layout, sequence, predicted_pools, cycle, tokens).steps()

@@ -89,20 +89,20 @@ class Demand:
         rows = []
         for prompt, one in zip(prompts, turns, strict=True):
             tokens = context = new = cached = pairs = tools = 0.0
-            held, fresh = 0, prompt
+            context_length, new_tokens = 0, prompt
             for turn in one:
-                new += fresh
-                cached += held
+                new += new_tokens
+                cached += context_length
                 # Causal: a new token attends to half of the new tokens on average.
-                pairs += fresh * (held + fresh / 2)
-                start = held + fresh
+                pairs += new_tokens * (context_length + new_tokens / 2)
+                start = context_length + new_tokens
                 # An output has a stop token at least.
                 generated = max(1, turn.generated_tokens)
                 context += generated * (start + generated / 2)
                 tokens += generated
-                held, fresh = start + generated, turn.payload_tokens
+                context_length, new_tokens = start + generated, turn.payload_tokens
                 tools += turn.tool_seconds
-            rows.append((tokens, context, new, cached, pairs, len(one), tools, held))  # as `FIELDS`
+            rows.append((tokens, context, new, cached, pairs, len(one), tools, context_length))  # as `FIELDS`
         table = np.array(rows, np.float64)
         if not len(table) or not table[:, 0].any():
             raise protocols.DataError("a plan needs the lengths of requests, and there is none that generates a token")
@@ -148,18 +148,18 @@ class Demand:
         """By field, its sum over the first i requests, for i from 0 to the number of requests."""
         return {name: np.concatenate(([0.0], np.cumsum(getattr(self, name)))) for name in FIELDS}
 
-    def edges(self, most: int) -> Places:
-        """Returns places to cut at, from 0 to the number of requests: at most `most` parts, similar in requests and
-        tokens.
+    def edges(self, max_parts: int) -> Places:
+        """Returns places to cut at, from 0 to the number of requests: at most `max_parts` parts, similar in requests
+        and tokens.
 
         Short requests are many and alike, so their parts are larger than those of long requests.
         """
-        if len(self) <= most:
+        if len(self) <= max_parts:
             return np.arange(len(self) + 1)
         counts, tokens = np.arange(len(self) + 1), self.sums["tokens"]
         # Half by requests and half by tokens.
         along = (counts / counts[-1] + tokens / tokens[-1]) / 2
-        return np.unique(np.searchsorted(along, np.linspace(0.0, 1.0, most + 1), side="left").clip(0, len(self)))
+        return np.unique(np.searchsorted(along, np.linspace(0.0, 1.0, max_parts + 1), side="left").clip(0, len(self)))
 
 
 class Serving:
@@ -275,17 +275,17 @@ class Pools:
     ) -> None:
         self._model, self._sample, self._slots = model, sample, slots
         self._room, self._pauses = room, pauses
-        self._made: dict[int, degree_queues.Pool] = {}
+        self._unit_pools: dict[int, degree_queues.Pool] = {}
 
     def pool(self, degree: int, instances: float) -> degree_queues.Pool:
         """Returns the pool of these instances; a fraction of an instance serves a smaller cluster."""
-        made = self._made.get(degree)
-        if made is None:
-            made = self._made[degree] = self._of_one(degree)
-        sizes = {name: getattr(made, name) * instances for name in ("slots", "room", "cache")}
-        return dataclasses.replace(made, instances=instances, **sizes)
+        unit_pool = self._unit_pools.get(degree)
+        if unit_pool is None:
+            unit_pool = self._unit_pools[degree] = self._make_unit_pool(degree)
+        sizes = {name: getattr(unit_pool, name) * instances for name in ("slots", "room", "cache")}
+        return dataclasses.replace(unit_pool, instances=instances, **sizes)
 
-    def _of_one(self, degree: int) -> degree_queues.Pool:
+    def _make_unit_pool(self, degree: int) -> degree_queues.Pool:
         model, sample, slots = self._model, self._sample, self._slots[degree]
         terms, tokens = model.prefill_terms(degree), np.maximum(sample.tokens, 1.0)
         mean = sample.context / tokens
@@ -305,8 +305,8 @@ class Pools:
         recall = share * (terms.new + terms.pair * mean / 2) * sample.cached / tokens
         columns = (tokens / share, share, share * drag, footprint, again, recall, sample.prefills)
         # As `Request._make` does, and without a call in Python: samples are large, and searches short.
-        made = functools.partial(tuple.__new__, degree_queues.Request)
-        requests = list(map(made, zip(*(column.tolist() for column in columns), strict=True)))
+        make_request = functools.partial(tuple.__new__, degree_queues.Request)
+        requests = list(map(make_request, zip(*(column.tolist() for column in columns), strict=True)))
         return degree_queues.Pool(1.0, slots, room, cache, fixed.tolist(), self._pauses[degree], requests)
 
 
@@ -334,9 +334,9 @@ class Maxima:
     def over(self, first: Places, last: Places) -> Values:
         """Returns the largest of values[first:last] for each pair; minus infinity if the range is empty."""
         width = last - first
-        some = width > 0
-        level = np.where(some, self._levels[width], 0)
+        nonempty = width > 0
+        level = np.where(nonempty, self._levels[width], 0)
         # Two overlapping windows of 2^level cover the range; the overlap does not change a maximum.
-        left = self._rows[level, np.where(some, first, 0)]
-        right = self._rows[level, np.where(some, last - (1 << level), 0)]
-        return np.where(some, np.maximum(left, right), -np.inf)
+        left_maxima = self._rows[level, np.where(nonempty, first, 0)]
+        right_maxima = self._rows[level, np.where(nonempty, last - (1 << level), 0)]
+        return np.where(nonempty, np.maximum(left_maxima, right_maxima), -np.inf)

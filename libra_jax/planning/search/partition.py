@@ -49,17 +49,17 @@ ANY_SECONDS = float(np.finfo(np.float64).max)
 """A limit that every run meets, unless an instance cannot serve the run at all."""
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def shortest(
-    attempt: Callable[[float], Found | None],
+    attempt: Callable[[float], Result | None],
     low: float,
     high: float,
-    seconds: Callable[[Found], float],
+    seconds: Callable[[Result], float],
     *,
     precision: float = PRECISION,
-) -> Found | None:
+) -> Result | None:
     """Returns the result for the shortest limit that can be met; None if even `high` cannot.
 
     Args:
@@ -79,11 +79,11 @@ def shortest(
         # No float is left in between.
         if not low < middle < high:
             break
-        found = attempt(middle)
-        if found is None:
+        result = attempt(middle)
+        if result is None:
             low = middle
         else:
-            best, high = found, seconds(found)
+            best, high = result, seconds(result)
     return best
 
 
@@ -128,7 +128,7 @@ class Partitions:
         self._edges = np.asarray(edges, np.int64)
         self._degrees = tuple(sorted(degrees))
         self._tables: dict[int, Values] = {}
-        self._begun: dict[int, collections.deque[tuple[float, Places]]] = {
+        self._earlier_answers: dict[int, collections.deque[tuple[float, Places]]] = {
             degree: collections.deque(maxlen=REMEMBERED) for degree in self._degrees
         }
         if len(self._edges) <= MOST_EDGES:
@@ -137,8 +137,8 @@ class Partitions:
             begin, end = np.broadcast_to(begin, shape).ravel(), np.broadcast_to(end, shape).ravel()
             self._tables = {degree: seconds(degree, begin, end).reshape(shape) for degree in self._degrees}
         first, last = self._edges[:-1], self._edges[1:]
-        each = np.stack([seconds(degree, first, last) for degree in self._degrees])
-        self.least_seconds = float(each.min(axis=0).max())
+        part_seconds = np.stack([seconds(degree, first, last) for degree in self._degrees])
+        self.least_seconds = float(part_seconds.min(axis=0).max())
         """Seconds that no number of devices can beat; infinite if no instance serves some request."""
 
     def within(self, limit: float) -> Partition | None:
@@ -181,10 +181,10 @@ class Partitions:
         low, high = max(above, self.least_seconds), min(below, ANY_SECONDS)
 
         def fitting(limit: float) -> Partition | None:
-            found = self.within(limit)
-            return found if found is not None and found.devices <= devices else None
+            candidate = self.within(limit)
+            return candidate if candidate is not None and candidate.devices <= devices else None
 
-        return shortest(fitting, low, high, lambda found: found.seconds, precision=precision)
+        return shortest(fitting, low, high, lambda candidate: candidate.seconds, precision=precision)
 
     def over(self, instances: Sequence[int]) -> Partition | None:
         """Returns the partition over instances of these degrees whose slowest is fastest, wider ones for longer
@@ -194,28 +194,28 @@ class Partitions:
           instances: degree of each instance; some may get nothing.
         """
         order = sorted(instances, reverse=True)
-        return shortest(lambda limit: self._greedy(order, limit), 0.0, ANY_SECONDS, lambda found: found.seconds)
+        return shortest(lambda limit: self._greedy(order, limit), 0.0, ANY_SECONDS, lambda candidate: candidate.seconds)
 
     def _greedy(self, order: Sequence[int], limit: float) -> Partition | None:
         """Gives each instance as many of the longest remaining requests as it serves within the limit; None if some
         remain."""
         runs: list[tuple[int, int, int]] = []
-        first, count, taken = 0, len(self._edges) - 1, 0
+        first, count, parts = 0, len(self._edges) - 1, 0
         for degree in order:
             # The next instance serves about as many parts as the one before, so the first look spans twice as many.
-            window, taken = max(FEW_PARTS, 2 * taken), 0
+            window, parts = max(FEW_PARTS, 2 * parts), 0
             while True:
                 # Runs from one edge grow with their end, so the runs within the limit come first.
-                ends = self._edges[first + taken + 1 : first + taken + 1 + window]
+                ends = self._edges[first + parts + 1 : first + parts + 1 + window]
                 within = self._seconds(degree, np.full(len(ends), self._edges[first]), ends) <= limit
-                served = len(ends) if within.all() else int(within.argmin())
-                taken += served
-                if served < window:
+                new_parts = len(ends) if within.all() else int(within.argmin())
+                parts += new_parts
+                if new_parts < window:
                     break
                 window *= 2
-            if taken:
-                runs.append((degree, first, first + taken))
-                first += taken
+            if parts:
+                runs.append((degree, first, first + parts))
+                first += parts
             if first == count:
                 return self._partition(runs)
         return None
@@ -228,9 +228,9 @@ class Partitions:
             back = over.argmax(axis=0)
             return np.where(over[back, last], len(last) - back, 0)
         # Answers for earlier limits bound this one: a longer limit lets runs begin earlier, a shorter one later.
-        known = self._begun[degree]
-        longer = min((found for found in known if found[0] >= limit), key=lambda found: found[0], default=None)
-        shorter = max((found for found in known if found[0] <= limit), key=lambda found: found[0], default=None)
+        answers = self._earlier_answers[degree]
+        longer = min((answer for answer in answers if answer[0] >= limit), key=lambda answer: answer[0], default=None)
+        shorter = max((answer for answer in answers if answer[0] <= limit), key=lambda answer: answer[0], default=None)
         low = np.zeros_like(last) if longer is None else longer[1].copy()
         high = last.copy() if shorter is None else shorter[1].copy()
         unsure = np.flatnonzero(low < high)  # edges whose answer is not known yet; it is in [low, high]
@@ -240,7 +240,7 @@ class Partitions:
             high[unsure] = np.where(within, middle, high[unsure])
             low[unsure] = np.where(within, low[unsure], middle + 1)
             unsure = unsure[low[unsure] < high[unsure]]
-        self._begun[degree].append((limit, high))
+        self._earlier_answers[degree].append((limit, high))
         return high
 
     def _partition(self, runs: Sequence[tuple[int, int, int]]) -> Partition:
@@ -252,5 +252,5 @@ class Partitions:
             ours = kinds == degree
             seconds[ours] = self._seconds(degree, begin[ours], end[ours])
         columns = kinds.tolist(), begin.tolist(), end.tolist(), seconds.tolist()
-        made = tuple(Run(*run) for run in zip(*columns, strict=True))
-        return Partition(made, max(run.seconds for run in made), sum(run.degree for run in made))
+        timed_runs = tuple(Run(*run) for run in zip(*columns, strict=True))
+        return Partition(timed_runs, max(run.seconds for run in timed_runs), sum(run.degree for run in timed_runs))

@@ -24,7 +24,7 @@ def core_degrees(run: configuration.RunConfig) -> tuple[int, ...]:
     return degrees[: len(degrees) - run.elastic.hybrid]
 
 
-def of_run(run: configuration.RunConfig, mesh: tuple[int, int, int]) -> protocols.Plan:
+def from_config(run: configuration.RunConfig, mesh: tuple[int, int, int]) -> protocols.Plan:
     """Returns the plan that a run's configuration describes, without hybrid instances, which no plan covers.
 
     Args:
@@ -49,8 +49,8 @@ def read(path: Path) -> protocols.Plan:
       DataError: the file is missing, or is no such plan; the message says what is wrong with it.
     """
     try:
-        written = checksums.read_object(path)
-        train, rollout = written["train"], written["rollout"]
+        document = checksums.read_object(path)
+        train, rollout = document["train"], document["rollout"]
         mesh = {name: train[name] for name in ("data", "fsdp", "tensor")}
         plan = of_values({**mesh, "context": train.get("context", 1), "rollout": rollout})
         devices = train["devices"]
@@ -101,8 +101,8 @@ def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
     """
     degrees = [bucket.tensor_parallel for bucket in plan.rollout for _ in range(bucket.count)]
     rollout, simulation = values["rollout"], values.get("simulation", {})
-    given = simulation.get("slots") or rollout["slots_by_instance"]
-    by_degree = configuration.slots_by_degree(rollout["tensor_parallel"], given)
+    instance_slots = simulation.get("slots") or rollout["slots_by_instance"]
+    by_degree = configuration.slots_by_degree(rollout["tensor_parallel"], instance_slots)
     slots = tuple(by_degree.get(degree, rollout["slots"]) for degree in degrees)
     mesh = {"data": plan.data, "fsdp": plan.fsdp, "tensor": plan.tensor}
     # The widest bucket serves all longer requests, so it has no bound.
@@ -120,10 +120,10 @@ def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
         return {**laid_out, "simulation": {**simulation, **sizes}}
     # A micro-batch needs the same rows on every shard.
     shards, rows = plan.data * plan.fsdp, values["trainer"]["rows_per_micro_batch"]
-    each, processes = values["cluster"]["accelerators_per_host"], values["trainer"]["processes"]
+    host_devices, processes = values["cluster"]["accelerators_per_host"], values["trainer"]["processes"]
     devices = plan.train_devices
-    if devices % processes or (each and devices // processes > each):  # no process spans hosts
-        fewest = -(-devices // (each or devices))
+    if devices % processes or (host_devices and devices // processes > host_devices):  # no process spans hosts
+        fewest = -(-devices // (host_devices or devices))
         processes = next(count for count in range(fewest, devices + 1) if devices % count == 0)
     trainer = {
         **values["trainer"],

@@ -112,13 +112,13 @@ class Ranking:
         self, trials: Trials, work: forecast.Work, levels: forecast.Levels, present: protocols.Plan
     ) -> protocols.Plan | None:
         """Begins simulations; returns the best plan if there is nothing to rank."""
-        found = work.ranked(levels, self._count)
+        candidates = work.ranked(levels, self._count)
         sheet = forecast.Levels()
         # The plan in force, too: a move is judged by the difference of both.
-        times = {plan: work.predict(plan, sheet).step for plan in dict.fromkeys([present, *found])}
+        times = {plan: work.predict(plan, sheet).step for plan in dict.fromkeys([present, *candidates])}
         tried = {plan: seconds for plan, seconds in times.items() if seconds < float("inf")}
-        if found == [present] or len(tried) < 2:
-            return found[0]
+        if candidates == [present] or len(tried) < 2:
+            return candidates[0]
         trials.start(work, list(tried))
         self._tried = tried
         return None

@@ -101,7 +101,7 @@ class Split:
 
 def front_of(
     training: meshes.Training,
-    most: int,
+    max_devices: int,
     *,
     mesh: tuple[int, int, int] | None = None,
     reach: int | None = None,
@@ -111,17 +111,19 @@ def front_of(
 
     Args:
       training: times of meshes.
-      most: most devices that will be asked about.
+      max_devices: most devices that will be asked about.
       mesh: (data, fsdp, tensor) of the only possible mesh; None leaves it to the search.
       reach: most devices of a mesh that a running trainer can change to; None: any mesh.
       host_devices: devices of a host, of which larger meshes take all; 1: any number.
 
     Raises:
-      ConfigError: the model fits on no mesh of `most` devices; the message says what is short.
+      ConfigError: the model fits on no mesh of `max_devices` devices; the message says what is short.
     """
     if mesh is not None:
         return (training.mesh(*mesh),)
-    return training.front(min(most, reach or most), whole_rows=reach is not None, host_devices=host_devices)
+    return training.front(
+        min(max_devices, reach or max_devices), whole_rows=reach is not None, host_devices=host_devices
+    )
 
 
 class Search:
@@ -130,7 +132,7 @@ class Search:
     Args:
       rollout: times of instances.
       front: meshes to choose from (`front_of`).
-      most: most devices that will be asked about.
+      max_devices: most devices that will be asked about.
       staleness: max staleness.
       step: predicts the step of a layout.
       simpler: share of a step that each further degree has to save.
@@ -144,7 +146,7 @@ class Search:
         self,
         rollout: serving.Serving,
         front: Sequence[meshes.Mesh],
-        most: int,
+        max_devices: int,
         *,
         staleness: int,
         step: Step,
@@ -158,7 +160,7 @@ class Search:
         self._simpler = simpler
         self._host_devices = host_devices
         self._front = tuple(front)
-        edges = self.demand.edges(max(PARTS, PARTS_A_DEVICE * most))
+        edges = self.demand.edges(max(PARTS, PARTS_A_DEVICE * max_devices))
         self._partitions = partition.Partitions(rollout.seconds, edges, rollout.degrees)
         if math.isinf(self._partitions.least_seconds):
             raise protocols.ConfigError(
@@ -170,9 +172,9 @@ class Search:
         """Returns the same search with training that takes `ratio` times as long, and `besides` of its devices on
         top. `step` predicts its steps."""
         # Shares the partitions, whose times are the costly part and do not change.
-        other = copy.copy(self)
-        other._step = step
-        other._front = tuple(
+        search = copy.copy(self)
+        search._step = step
+        search._front = tuple(
             dataclasses.replace(
                 mesh,
                 seconds=ratio * mesh.seconds + besides(mesh.devices),
@@ -181,7 +183,7 @@ class Search:
             )
             for mesh in self._front
         )
-        return other
+        return search
 
     def best(self, devices: int) -> Split:
         """Returns the split of `devices` devices with the shortest step. Raises the errors of `ranked`."""
@@ -195,54 +197,59 @@ class Search:
         """
         proposals = list(self._proposals(devices))
         if not proposals:
-            served = self._partitions.within(partition.ANY_SECONDS)
-            assert served is not None
-            each, train = self._host_devices, self._front[0].devices
-            hosts = f", in whole hosts of {each} (config.cluster.accelerators_per_host)" if each > 1 else ""
+            assignment = self._partitions.within(partition.ANY_SECONDS)
+            assert assignment is not None
+            host_devices, train = self._host_devices, self._front[0].devices
+            hosts = (
+                f", in whole hosts of {host_devices} (config.cluster.accelerators_per_host)" if host_devices > 1 else ""
+            )
             raise protocols.ConfigError(
                 f"{devices} devices are too few: training takes at least {train} to hold the model "
-                f"and its activations, and rollout at least {served.devices} more{hosts}; take "
-                f"{each * (math.ceil(train / each) + math.ceil(served.devices / each))} or more"
+                f"and its activations, and rollout at least {assignment.devices} more{hosts}; take "
+                f"{host_devices * (math.ceil(train / host_devices) + math.ceil(assignment.devices / host_devices))} "
+                "or more"
             )
         proposals.sort(key=lambda proposal: proposal.step_seconds)
         # Bounds of one mesh are near each other, and their errors alike.
         of_mesh = {proposal.train: proposal for proposal in reversed(proposals)}
         first = sorted(of_mesh.values(), key=lambda proposal: proposal.step_seconds)[:PREDICTED]
-        found = self._added([], first)
+        splits = self._with_proposals([], first)
         # From the best of them to its neighbours, as long as these make the step shorter.
-        tried = {(split.train, split.rollout) for split in found}
+        tried = {(split.train, split.rollout) for split in splits}
         for _ in range(CLIMBED):
-            best = found[0]
-            beside = [split for split in self._beside(best, devices) if (split.train, split.rollout) not in tried]
-            tried |= {(split.train, split.rollout) for split in beside}
-            found = self._added(found, beside)
-            if found[0] is best:
+            best = splits[0]
+            neighbours = [
+                split for split in self._neighbours(best, devices) if (split.train, split.rollout) not in tried
+            ]
+            tried |= {(split.train, split.rollout) for split in neighbours}
+            splits = self._with_proposals(splits, neighbours)
+            if splits[0] is best:
                 break
-        return sorted((self._predicted(split, rough=False) for split in found[:count]), key=self._cost)
+        return sorted((self._predict(split, rough=False) for split in splits[:count]), key=self._cost)
 
-    def _left(self, devices: int, mesh: meshes.Mesh) -> int:
+    def _rollout_devices(self, devices: int, mesh: meshes.Mesh) -> int:
         """Returns the devices beside a mesh that may roll out."""
-        each = self._host_devices
-        return max(0, each * (devices // each - math.ceil(mesh.devices / each)))
+        host_devices = self._host_devices
+        return max(0, host_devices * (devices // host_devices - math.ceil(mesh.devices / host_devices)))
 
-    def _added(self, found: Sequence[Split], proposals: Sequence[Split]) -> list[Split]:
+    def _with_proposals(self, splits: Sequence[Split], proposals: Sequence[Split]) -> list[Split]:
         """Returns all of them, the best first. Those whose bound is no better than the best keep it unpredicted."""
-        found = list(found)
-        best = min(map(self._cost, found), default=math.inf)
+        splits = list(splits)
+        best = min(map(self._cost, splits), default=math.inf)
         for proposal in proposals:
-            split = proposal if self._cost(proposal) >= best else self._predicted(proposal)
+            split = proposal if self._cost(proposal) >= best else self._predict(proposal)
             best = min(best, self._cost(split))
-            found.append(split)
-        return sorted(found, key=self._cost)
+            splits.append(split)
+        return sorted(splits, key=self._cost)
 
     def _cost(self, split: Split) -> float:
         return split.step_seconds * (1.0 + self._simpler * len(split.rollout))
 
-    def _beside(self, split: Split, devices: int) -> Iterator[Split]:
+    def _neighbours(self, split: Split, devices: int) -> Iterator[Split]:
         """Yields the same degrees beside the next smaller and the next larger mesh, and other degrees on its mesh."""
         at, mesh = self._front.index(split.train), split.train
-        near = [*self._front[max(0, at - 1) : at], *self._front[at + 1 : at + 2]]
-        near = [other for other in near if other.seconds < split.step_seconds]
+        neighbours = [*self._front[max(0, at - 1) : at], *self._front[at + 1 : at + 2]]
+        neighbours = [neighbour for neighbour in neighbours if neighbour.seconds < split.step_seconds]
         degrees = [bucket.tensor_parallel for bucket in split.rollout]
         if len(degrees) == 1:
             narrow, same, wide = degrees[0] // 2, degrees[0], 2 * degrees[0]
@@ -251,31 +258,32 @@ class Search:
         else:
             alone = [item for degree in degrees for item in self._of_degrees(mesh, (degree,), devices)]
             yield min(alone, key=lambda item: item.rollout_seconds)
-        for other in near:
-            yield from self._of_degrees(other, degrees, devices)
+        for neighbour in neighbours:
+            yield from self._of_degrees(neighbour, degrees, devices)
             if (
                 len(degrees) > 1
-                and (served := self._partitions.fastest(self._left(devices, other), precision=ROUGH)) is not None
+                and (assignment := self._partitions.fastest(self._rollout_devices(devices, neighbour), precision=ROUGH))
+                is not None
             ):
-                yield self._split(other, served)
+                yield self._split(neighbour, assignment)
 
     def _of_degrees(self, mesh: meshes.Mesh, degrees: Sequence[int], devices: int) -> Iterator[Split]:
         """Yields the layout whose degrees have about equal parts of the devices beside a mesh, if there is one.
 
         Each degree gets the share of the tokens that it has of the devices, the widest those of the longest requests.
         """
-        left, buckets = self._left(devices, mesh), list[protocols.PlannedBucket]()
-        if left < min(degrees) or not set(degrees) <= set(self._rollout.degrees):
+        remaining_devices, buckets = self._rollout_devices(devices, mesh), list[protocols.PlannedBucket]()
+        if remaining_devices < min(degrees) or not set(degrees) <= set(self._rollout.degrees):
             return
         if len(degrees) == 1:
-            yield self._alike(mesh, degrees[0], left // degrees[0])
+            yield self._uniform_split(mesh, degrees[0], remaining_devices // degrees[0])
             return
         tokens, seconds, first, last = self.demand.sums["tokens"], 0.0, 0, 0
-        share = tokens[-1] / left
+        share = tokens[-1] / remaining_devices
         for place in range(len(degrees), 0, -1):  # the widest first, so that the narrow ones get the rest
             degree = degrees[place - 1]
-            count = left // place // degree
-            left -= count * degree
+            count = remaining_devices // place // degree
+            remaining_devices -= count * degree
             if not count or last == len(self.demand):
                 return
             last = (
@@ -287,7 +295,7 @@ class Search:
             first = last
         if math.isfinite(seconds):
             ranged = self._ascending(buckets[::-1])
-            yield Split(mesh, ranged, seconds, self._joined(mesh, seconds))
+            yield Split(mesh, ranged, seconds, self._step_bound(mesh, seconds))
 
     def _proposals(self, devices: int) -> Iterator[Split]:
         """Yields layouts with bounds of their steps."""
@@ -296,9 +304,9 @@ class Search:
             yield mixed
         for mesh in self._front:
             for degree in self._rollout.degrees:
-                count = self._left(devices, mesh) // degree
+                count = self._rollout_devices(devices, mesh) // degree
                 if count > 0:
-                    split = self._alike(mesh, degree, count)
+                    split = self._uniform_split(mesh, degree, count)
                     if math.isfinite(split.rollout_seconds):
                         yield split
 
@@ -306,43 +314,43 @@ class Search:
         """Returns the split with the shortest bound, whose degrees share the requests by length; None if none fits."""
         best: Split | None = None
         if self._staleness:
-            both = partition.shortest(
+            pair = partition.shortest(
                 lambda limit: self._within(limit, devices),
                 max(self._partitions.least_seconds, self._front[-1].seconds),
                 partition.ANY_SECONDS,
-                lambda both: max(both[0].seconds, both[1].seconds),
+                lambda pair: max(pair[0].seconds, pair[1].seconds),
                 precision=ROUGH,
             )
-            if both is not None:
+            if pair is not None:
                 # Neither stage needs the spare devices for this time, and the slower stage cannot use them, or it would
                 # have been faster.
-                spare = [item for item in self._front if self._left(devices, item) >= both[1].devices]
+                spare = [item for item in self._front if self._rollout_devices(devices, item) >= pair[1].devices]
                 mesh = max(spare, key=lambda item: item.devices)
-                served = self._partitions.fastest(self._left(devices, mesh), precision=ROUGH)
-                best = self._split(mesh, served or both[1])
+                assignment = self._partitions.fastest(self._rollout_devices(devices, mesh), precision=ROUGH)
+                best = self._split(mesh, assignment or pair[1])
         else:
             for mesh in self._front:
                 # Rollout may take only as long as would still beat the best step.
                 below = math.inf if best is None else best.step_seconds - (mesh.seconds - mesh.early)
-                if self._left(devices, mesh) < 1 or below <= 0:
+                if self._rollout_devices(devices, mesh) < 1 or below <= 0:
                     continue
-                served = self._partitions.fastest(self._left(devices, mesh), below=below)
-                if served is not None and served.seconds < below:
-                    best = self._split(mesh, served)
+                assignment = self._partitions.fastest(self._rollout_devices(devices, mesh), below=below)
+                if assignment is not None and assignment.seconds < below:
+                    best = self._split(mesh, assignment)
         return best
 
-    def _alike(self, mesh: meshes.Mesh, degree: int, count: int) -> Split:
+    def _uniform_split(self, mesh: meshes.Mesh, degree: int, count: int) -> Split:
         """Returns the split with `count` instances of one degree, with the bound of its step."""
         buckets = (protocols.PlannedBucket(degree, count, math.ceil(self.demand.tokens[0])),)
         seconds = self.rollout_seconds(buckets)
-        return Split(mesh, buckets, seconds, self._joined(mesh, seconds))
+        return Split(mesh, buckets, seconds, self._step_bound(mesh, seconds))
 
-    def _joined(self, mesh: meshes.Mesh, rollout: float) -> float:
+    def _step_bound(self, mesh: meshes.Mesh, rollout: float) -> float:
         """Returns the bound of a step."""
         after = 0.0 if self._staleness else mesh.seconds - mesh.early
         return max(mesh.seconds, after + rollout)
 
-    def _predicted(self, split: Split, rough: bool = True) -> Split:
+    def _predict(self, split: Split, rough: bool = True) -> Split:
         step = self._step(split.rollout, split.train, rough=rough)
         return dataclasses.replace(split, step_seconds=step, rollout_seconds=min(step, split.rollout_seconds))
 
@@ -352,21 +360,21 @@ class Search:
         Raises:
           ConfigError: there is none; the message says how long the shortest step takes.
         """
-        found = self.best(devices)
-        if found.step_seconds > seconds:
+        cheapest = self.best(devices)
+        if cheapest.step_seconds > seconds:
             raise protocols.ConfigError(
                 f"no plan of {devices} devices takes a step in {seconds:g} s; the fastest takes "
-                f"{found.step_seconds:.1f}"
+                f"{cheapest.step_seconds:.1f}"
             )
         fewer = self._front[0].devices
-        while found.devices > fewer + 1:  # `fewer` devices are too few
-            middle = (fewer + found.devices) // 2
-            other = self._best_of(middle)
-            if other is not None and other.step_seconds <= seconds:
-                found = other
+        while cheapest.devices > fewer + 1:  # `fewer` devices are too few
+            middle = (fewer + cheapest.devices) // 2
+            split = self._best_of(middle)
+            if split is not None and split.step_seconds <= seconds:
+                cheapest = split
             else:
                 fewer = middle
-        return found
+        return cheapest
 
     def thriftiest(self, devices: int) -> Split:
         """Returns the split of at most `devices` devices with the fewest device-seconds a step: the most tokens for
@@ -374,12 +382,12 @@ class Search:
 
         Tries `SIZES` numbers of devices. Raises the errors of `ranked`.
         """
-        found = [self.best(devices)]
+        splits = [self.best(devices)]
         for count in np.unique(np.geomspace(self._front[0].devices + 1, devices, SIZES).round().astype(int)):
-            other = self._best_of(int(count))
-            if other is not None:
-                found.append(other)
-        return min(found, key=lambda split: split.devices * split.step_seconds)
+            split = self._best_of(int(count))
+            if split is not None:
+                splits.append(split)
+        return min(splits, key=lambda split: split.devices * split.step_seconds)
 
     def _best_of(self, devices: int) -> Split | None:
         """Returns the best split of `devices` devices; None if they are too few."""
@@ -399,53 +407,54 @@ class Search:
         chosen = list(range(len(self._front)))
         if near is not None and len(chosen) > LOOKED_AT:
             at = self._front.index(near.train)
-            beside = chosen[max(0, at - BESIDE) : at + BESIDE + 1]
-            chosen = sorted({*beside, *chosen[:: -(-len(chosen) // (LOOKED_AT - len(beside)))]})
+            neighbours = chosen[max(0, at - BESIDE) : at + BESIDE + 1]
+            chosen = sorted({*neighbours, *chosen[:: -(-len(chosen) // (LOOKED_AT - len(neighbours)))]})
         for mesh in [self._front[index] for index in chosen]:
             if near is not None and mesh == near.train:
                 yield near
                 continue
-            left = self._left(devices, mesh)
-            served = self._partitions.fastest(left) if left > 0 else None
-            if served is None:
+            rollout_devices = self._rollout_devices(devices, mesh)
+            assignment = self._partitions.fastest(rollout_devices) if rollout_devices > 0 else None
+            if assignment is None:
                 continue
-            proposals = [self._split(mesh, served)]
+            proposals = [self._split(mesh, assignment)]
             for degree in self._rollout.degrees:
-                if left // degree > 0:
-                    proposals.append(self._alike(mesh, degree, left // degree))
-            alike = min(proposals, key=lambda split: split.rollout_seconds)
-            found = min(map(self._predicted, {proposals[0], alike}), key=self._cost)
-            yield self._predicted(found, rough=False)
+                if rollout_devices // degree > 0:
+                    proposals.append(self._uniform_split(mesh, degree, rollout_devices // degree))
+            shortest_rollout = min(proposals, key=lambda split: split.rollout_seconds)
+            best = min(map(self._predict, {proposals[0], shortest_rollout}), key=self._cost)
+            yield self._predict(best, rough=False)
 
     def rollout_seconds(self, rollout: Sequence[protocols.PlannedBucket]) -> float:
         """Returns the seconds of a training step's requests on these instances, shared out in the best way; infinite
         if some fit none. Instances of one degree share them evenly."""
         if len(rollout) == 1:
-            none, every = np.zeros(1, np.int64), np.full(1, len(self.demand))
-            return float(self._rollout.seconds(rollout[0].tensor_parallel, none, every, rollout[0].count)[0])
-        served = self._over(rollout)
-        return math.inf if served is None else served.seconds
+            first, last = np.zeros(1, np.int64), np.full(1, len(self.demand))
+            return float(self._rollout.seconds(rollout[0].tensor_parallel, first, last, rollout[0].count)[0])
+        assignment = self._best_partition(rollout)
+        return math.inf if assignment is None else assignment.seconds
 
     def ranges(self, rollout: Sequence[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
         """Returns the same instances with the length ranges that make the slowest instance fastest."""
-        served = self._over(rollout)
-        if served is None:
+        assignment = self._best_partition(rollout)
+        if assignment is None:
             return tuple(rollout)
-        drawn = {bucket.tensor_parallel: bucket.max_remaining_tokens for bucket in self._buckets(served)}
+        bounds = {bucket.tensor_parallel: bucket.max_remaining_tokens for bucket in self._buckets(assignment)}
         return self._ascending(
-            dataclasses.replace(bucket, max_remaining_tokens=drawn.get(bucket.tensor_parallel, 0)) for bucket in rollout
+            dataclasses.replace(bucket, max_remaining_tokens=bounds.get(bucket.tensor_parallel, 0))
+            for bucket in rollout
         )
 
-    def _over(self, rollout: Sequence[protocols.PlannedBucket]) -> partition.Partition | None:
+    def _best_partition(self, rollout: Sequence[protocols.PlannedBucket]) -> partition.Partition | None:
         return self._partitions.over([bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)])
 
     @staticmethod
     def _ascending(buckets: Iterable[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
         """Returns the buckets with bounds that ascend; instances without work get the smallest possible range."""
-        bounds, least = [], 0
+        bounds, bound = [], 0
         for bucket in buckets:
-            least = max(least + 1, bucket.max_remaining_tokens)
-            bounds.append(dataclasses.replace(bucket, max_remaining_tokens=least))
+            bound = max(bound + 1, bucket.max_remaining_tokens)
+            bounds.append(dataclasses.replace(bucket, max_remaining_tokens=bound))
         return tuple(bounds)
 
     def _within(self, limit: float, devices: int) -> tuple[meshes.Mesh, partition.Partition] | None:
@@ -453,18 +462,22 @@ class Search:
         many."""
         # The front is sorted by devices, so the first fast enough mesh is the smallest.
         mesh = next((item for item in self._front if item.seconds <= limit), None)
-        if mesh is None or self._left(devices, mesh) < 1:
+        if mesh is None or self._rollout_devices(devices, mesh) < 1:
             return None
-        served = self._partitions.within(limit)
-        return (mesh, served) if served is not None and served.devices <= self._left(devices, mesh) else None
+        assignment = self._partitions.within(limit)
+        return (
+            (mesh, assignment)
+            if assignment is not None and assignment.devices <= self._rollout_devices(devices, mesh)
+            else None
+        )
 
-    def _split(self, mesh: meshes.Mesh, served: partition.Partition) -> Split:
+    def _split(self, mesh: meshes.Mesh, assignment: partition.Partition) -> Split:
         """Returns the split with the bound of its step."""
-        buckets = self._buckets(served)
-        seconds = self.rollout_seconds(buckets) if len(buckets) == 1 else served.seconds
-        return Split(mesh, buckets, seconds, self._joined(mesh, seconds))
+        buckets = self._buckets(assignment)
+        seconds = self.rollout_seconds(buckets) if len(buckets) == 1 else assignment.seconds
+        return Split(mesh, buckets, seconds, self._step_bound(mesh, seconds))
 
-    def _buckets(self, served: partition.Partition) -> tuple[protocols.PlannedBucket, ...]:
+    def _buckets(self, assignment: partition.Partition) -> tuple[protocols.PlannedBucket, ...]:
         """Returns the runs by degree, the narrowest first; each degree's longest request bounds its bucket.
 
         If several degrees serve requests of one length, the wider degrees' bounds are a token more. The scheduler
@@ -472,11 +485,11 @@ class Search:
         """
         buckets: list[protocols.PlannedBucket] = []
         # Runs go from the longest requests to the shortest, buckets the other way.
-        for degree, runs in itertools.groupby(reversed(served.runs), key=lambda run: run.degree):
-            mine = list(runs)
-            longest = math.ceil(self.demand.tokens[mine[-1].first])
+        for degree, runs in itertools.groupby(reversed(assignment.runs), key=lambda run: run.degree):
+            instance_runs = list(runs)
+            longest = math.ceil(self.demand.tokens[instance_runs[-1].first])
             longest = max(longest, buckets[-1].max_remaining_tokens + 1) if buckets else longest
-            buckets.append(protocols.PlannedBucket(degree, len(mine), longest))
+            buckets.append(protocols.PlannedBucket(degree, len(instance_runs), longest))
         return tuple(buckets)
 
 
@@ -488,23 +501,23 @@ def compared(best: Split, splits: Sequence[Split], staleness: int) -> str:
       splits: the splits that it is compared with.
       staleness: max staleness.
     """
-    others = [item for item in splits if item.train.devices != best.train.devices]
-    if not others:
+    alternatives = [item for item in splits if item.train.devices != best.train.devices]
+    if not alternatives:
         return "no other split fits"
-    second = min(others, key=lambda item: item.step_seconds)
+    second = min(alternatives, key=lambda item: item.step_seconds)
     more = second.step_seconds / best.step_seconds - 1.0
-    train, left = second.train, second.plan.rollout_devices
+    train, rollout_devices = second.train, second.plan.rollout_devices
     if staleness and second.step_seconds > (1.0 + BOUND) * max(train.seconds, second.rollout_seconds):
         # (path + training) / (staleness + 1) is the step's other bound (`pipeline`).
         path = (staleness + 1) * second.step_seconds - train.seconds
         reason = (
-            f"neither stage is as long as that, but the longest rollouts take about {path:.1f} s on {left} devices, "
-            f"and with {train.seconds:.1f} s of training they have to fit into {staleness + 1} steps"
+            f"neither stage is as long as that, but the longest rollouts take about {path:.1f} s on {rollout_devices} "
+            f"devices, and with {train.seconds:.1f} s of training they have to fit into {staleness + 1} steps"
         )
     elif train.seconds > second.rollout_seconds:
         reason = f"training takes {train.seconds:.1f} s on {train.devices} devices"
     else:
-        reason = f"rollout takes {second.rollout_seconds:.1f} s on the {left} devices left"
+        reason = f"rollout takes {second.rollout_seconds:.1f} s on the {rollout_devices} devices left"
     # The search stops at a precision, so the runner-up may even be shorter by less than the printed digits.
     longer = f"{100 * more:.1f}% longer" if more >= 0.0005 else "no shorter"
     return f"{train.devices} training devices would make the step {longer}: {reason}"
