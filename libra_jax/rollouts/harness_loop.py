@@ -88,14 +88,14 @@ async def run_harness(
     name = f"harness {kind.__module__}:{kind.__qualname__}, task {setup.task.prompt_id}"
     try:
         if trajectory.finish is None or trajectory.reward is None:
-            await _Driven(**vars(setup), harness=harness, host=host, name=name, score_void=score_void).run()
+            await _HarnessRollout(**vars(setup), harness=harness, host=host, name=name, score_void=score_void).run()
     finally:
         await deadline_environment.close(harness.close, setup.limits.reset_seconds, trajectory.metrics)
     return trajectory
 
 
 @dataclass(kw_only=True)
-class _Driven(loop.RolloutSetup):
+class _HarnessRollout(loop.RolloutSetup):
     """A rollout that a harness drives, continued from the current state of its trajectory."""
 
     harness: protocols.Harness

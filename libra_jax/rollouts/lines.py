@@ -27,7 +27,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Offered:
+class PendingOutput:
     """A complete output that the client may not have yet.
 
     Attributes:
@@ -54,7 +54,7 @@ class Line:
       outputs: delivered outputs, in order.
       position: number of own tokens that `messages` account for.
       outstanding: a request's output is under way, or was not delivered as far as anybody knows.
-      offered: the outstanding output, if it is complete.
+      pending_output: the outstanding output, if it is complete.
       busy: an output is under way.
       returned: what tools returned before the outstanding output; None for the segment's first one.
       answered_at: event-loop time of the last delivery, in seconds.
@@ -66,7 +66,7 @@ class Line:
     outputs: list[Output] = field(default_factory=list)
     position: int = 0
     outstanding: bool = True
-    offered: Offered | None = None
+    pending_output: PendingOutput | None = None
     busy: bool = False
     returned: protocols.CausalState | None = None
     answered_at: float = 0.0

@@ -104,21 +104,21 @@ async def run_rollout(setup: RolloutSetup, environment: protocols.Environment) -
     if trajectory.finish is not None and trajectory.reward is not None:
         await world.close(trajectory.metrics)
         return trajectory
-    stepped = _Stepped(**vars(setup), environment=world)
+    rollout = _EnvironmentRollout(**vars(setup), environment=world)
     try:
         try:
-            await stepped.run()
+            await rollout.run()
         except progress.ReplayDiffers:
             # The retained tokens belong to another dialogue than the one that this environment holds.
             trajectory.clear()
-            await stepped.run(replay_differs=True)
+            await rollout.run(replay_differs=True)
     finally:
         await world.close(trajectory.metrics)
     return trajectory
 
 
 @dataclass(kw_only=True)
-class _Stepped(RolloutSetup):
+class _EnvironmentRollout(RolloutSetup):
     """A rollout whose environment is stepped, continued from the current state of its trajectory."""
 
     environment: deadline_environment.Environment

@@ -168,10 +168,10 @@ class Session:
         tools, messages = tuple(request.tools), tuple(request.messages)
         for line in self._lines:
             # The client has an answer of which nobody knew whether it arrived.
-            if line.offered is not None and not line.busy and line.tools == tools:
-                dialogue = (*line.messages, line.offered.message)
+            if line.pending_output is not None and not line.busy and line.tools == tools:
+                dialogue = (*line.messages, line.pending_output.message)
                 if len(messages) > len(dialogue) and lines.same(dialogue, messages[: len(dialogue)]):
-                    self._deliver(line, line.offered)
+                    self._deliver(line, line.pending_output)
             # The client lost the answer, and asks again.
             if line.outstanding and not line.busy and line.tools == tools and lines.same(line.messages, messages):
                 line.returned = protocols.CausalState("client", 0, "timeout")
@@ -214,7 +214,7 @@ class Session:
             if last is None or line.tools != tools or not lines.same(line.messages[:-1], messages):
                 continue
             tokens = line.segment.turns[len(line.outputs) - 1].generated_tokens
-            line.offered = lines.Offered(line.messages[-1], tokens, last.stopped, unseen=True)
+            line.pending_output = lines.PendingOutput(line.messages[-1], tokens, last.stopped, unseen=True)
             line.messages, line.outstanding = line.messages[:-1], True
             line.position -= tokens
             line.outputs.pop()
@@ -370,7 +370,7 @@ class Session:
         for delta in rest:
             yield delta
         self._record(line, token_count, start_seconds)
-        line.offered = lines.Offered(message, token_count, reader.stopped)
+        line.pending_output = lines.PendingOutput(message, token_count, reader.stopped)
         ids, scores = segment.token_ids[start : start + token_count], segment.log_probs[start : start + token_count]
         reply = protocols.Reply(
             message=message,
@@ -384,18 +384,18 @@ class Session:
         try:
             yield reply
         except protocols.ClientGone:
-            line.offered = dataclasses.replace(line.offered, unseen=True)
+            line.pending_output = dataclasses.replace(line.pending_output, unseen=True)
             return
-        self._deliver(line, line.offered)
+        self._deliver(line, line.pending_output)
 
-    def _deliver(self, line: lines.Line, offered: lines.Offered) -> None:
+    def _deliver(self, line: lines.Line, pending_output: lines.PendingOutput) -> None:
         """Makes a complete output a part of the line's dialogue."""
-        line.messages = (*line.messages, offered.message)
-        line.position += offered.tokens
-        line.outputs.append(lines.Output(len(line.messages), line.position, offered.stopped))
-        line.outstanding, line.offered, line.returned, line.answered_at = False, None, None, self._clock()
+        line.messages = (*line.messages, pending_output.message)
+        line.position += pending_output.tokens
+        line.outputs.append(lines.Output(len(line.messages), line.position, pending_output.stopped))
+        line.outstanding, line.pending_output, line.returned, line.answered_at = False, None, None, self._clock()
         self.answered += 1
-        self._generated += offered.tokens
+        self._generated += pending_output.tokens
         if self.limit == "max_context":  # the harness has found a way to go on
             self.limit = None
 
@@ -467,15 +467,15 @@ class Session:
         Call it once no request is under way.
         """
         self._closed = True
-        if self.limit == "max_turns" and self.answered + sum(line.offered is not None for line in self._lines) < (
-            self._limits.max_turns
-        ):
+        if self.limit == "max_turns" and self.answered + sum(
+            line.pending_output is not None for line in self._lines
+        ) < (self._limits.max_turns):
             # Outputs under way were counted, and one of them ended without an answer.
             self.limit = None
         for line in self._lines:
             # The harness went on, so it has the answer: it would have asked again.
-            if line.offered is not None and not line.offered.unseen:
-                self._deliver(line, line.offered)
+            if line.pending_output is not None and not line.pending_output.unseen:
+                self._deliver(line, line.pending_output)
         by_segment = {id(line.segment): line for line in self._lines}
         # Children first: what they share has to stay.
         needed: dict[int, int] = {}
