@@ -172,7 +172,6 @@ MISTAKES = {
     "plan.py": [["--hardware=a900"], ["--accelerators=few"], ["--config.steps=0"], [SIMULATED, "--inventory=h800"]],
     "prepare_data.py": [["--dataset=search_r1", "--input=in.jsonl", "--output=out.txt"], []],
     "report.py": [[]],
-    "scale.py": [["--accelerators=0"], ["--config=configs/nosuch.py"]],
     "serve.py": [[], [QUICK], ["--port=many"]],
     "sft.py": [[], [QUICK], [QUICK, "--data=chats.jsonl", "--epochs=0"]],
     "show.py": [["--best", "--worst", "--workdir=nowhere"]],

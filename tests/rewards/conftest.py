@@ -1,6 +1,7 @@
-"""Puts this folder on the path: tests of payloads share helpers of those of rewards."""
+"""Puts this folder, and that of rollouts, on the path: tests of payloads share helpers of both."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parent / "rollouts")]
