@@ -38,13 +38,13 @@ def seconds_text(seconds: float) -> str:
     """Returns a duration for people: "0.4 s", "12 s", "3 min 20 s", "2 h 5 min"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
         # From ten minutes on, the seconds are noise.
-        return f"{whole // 60} min {whole % 60} s" if whole < 600 and whole % 60 else f"{whole // 60} min"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+        return f"{total // 60} min {total % 60} s" if total < 600 and total % 60 else f"{total // 60} min"
+    return f"{total // 3600} h {total % 3600 // 60} min"
 
 
 def sparkline(values: list[float]) -> str:
@@ -84,8 +84,8 @@ class Pace:
         if len(self._ends) < 2:
             return None
         # Of the last steps only: the first ones compile, and would make the estimate far too long.
-        (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        return (self.steps - last) * (ended - began) / (last - first) if last > first else None
+        (first, start_time), (last, end_time) = self._ends[0], self._ends[-1]
+        return (self.steps - last) * (end_time - start_time) / (last - first) if last > first else None
 
 
 class Speed:
@@ -134,8 +134,10 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
         parts["speed"] = f"mean {rate:,.0f} tokens/s"
     if (trained := scalars.get("train/tokens_per_second")) is not None:
         # On one device both speeds are the same, and one of them is enough.
-        each = scalars.get("train/tokens_per_second_per_device", trained)
-        parts["trained"] = f"trained {trained:,.0f}/s" + (f" ({each:,.0f} a device)" if each < trained else "")
+        device_rate = scalars.get("train/tokens_per_second_per_device", trained)
+        parts["trained"] = f"trained {trained:,.0f}/s" + (
+            f" ({device_rate:,.0f} a device)" if device_rate < trained else ""
+        )
     if (mfu := scalars.get("train/mfu")) is not None:
         parts["mfu"] = f"MFU {mfu:.0%}"
     if (staleness := scalars.get("staleness/max")) is not None:
@@ -153,9 +155,9 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
     for name in ("", *LESS_IMPORTANT):  # drops nothing first, then the least important parts one by one
         parts.pop(name, None)
         times.pop(name, None)
-        told = {**parts, "times": ", ".join(times.values())} if times else parts
-        left = told.pop("left", None)  # shown last
-        line = "  ".join([*told.values(), *([left] if left else [])])
+        line_parts = {**parts, "times": ", ".join(times.values())} if times else parts
+        remaining_text = line_parts.pop("left", None)  # shown last
+        line = "  ".join([*line_parts.values(), *([remaining_text] if remaining_text else [])])
         if len(line) <= WIDTH:
             break
     return line
@@ -181,7 +183,7 @@ class PlainConsole(sinks.Sink):
         # The first status is never held back.
         self._last_line = float("-inf")
         self._lost = False
-        self._held: dict[str, str] = {}
+        self._pending_updates: dict[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.note(f"libra-jax · {name} · {steps} training step{'s' * (steps != 1)}")
 
@@ -189,35 +191,35 @@ class PlainConsole(sinks.Sink):
         self._pace.step_ended(step, self._clock())
         self._speed.step_ended(scalars)
         # A line shows the speed of the last steps in place of the step's own (see `Speed`).
-        shown = {name: value for name, value in scalars.items() if name != "tokens_per_second"}
+        line_scalars = {name: value for name, value in scalars.items() if name != "tokens_per_second"}
         if (speed := self._speed.tokens_per_second) is not None and "tokens_per_second" in scalars:
-            shown["tokens_per_second"] = speed
-        self.note(step_line(step, self._pace, shown))
+            line_scalars["tokens_per_second"] = speed
+        self.note(step_line(step, self._pace, line_scalars))
 
     def status(self, worker: str, text: str) -> None:
         if self._clock() - self._last_line >= STATUS_SECONDS:
-            self._held.pop(worker, None)
+            self._pending_updates.pop(worker, None)
             self.note(f"{worker}: {text}")
         elif not self._pace.done:
             # Starts and the first compilation take minutes without a step's line, so the reader is told what is going
             # on.
-            self._held[worker] = text
+            self._pending_updates[worker] = text
             if self._timer is None:
-                self._tell_held()
+                self._print_updates()
 
-    def _tell_held(self) -> None:
+    def _print_updates(self) -> None:
         """Prints what workers have done since the last line. If that line is too young, calls itself again later."""
         self._timer = None
-        if not self._held or self._pace.done:
+        if not self._pending_updates or self._pace.done:
             return
         if self._clock() - self._last_line < STATUS_SECONDS:
             # Without an event loop, no timer can start; the next status tries again.
             with contextlib.suppress(RuntimeError):
-                left = max(0.0, self._last_line + STATUS_SECONDS - self._clock())
-                self._timer = asyncio.get_running_loop().call_later(left, self._tell_held)
+                delay = max(0.0, self._last_line + STATUS_SECONDS - self._clock())
+                self._timer = asyncio.get_running_loop().call_later(delay, self._print_updates)
             return
-        held, self._held = self._held, {}
-        text = "; ".join(f"{worker}: {doing}" for worker, doing in held.items())
+        updates, self._pending_updates = self._pending_updates, {}
+        text = "; ".join(f"{worker}: {doing}" for worker, doing in updates.items())
         self.note(textwrap.shorten(text, WIDTH, placeholder=" ..."))
 
     def close(self) -> None:

@@ -84,14 +84,14 @@ class Collector(registry.Collector):
         for name, value in view["scalars"].items():
             if value is None:
                 continue
-            if found := _TOOL.fullmatch(name):
-                tools[f"libra_tool_{found['what']}"][found["tool"]] = value
+            if match := _TOOL.fullmatch(name):
+                tools[f"libra_tool_{match['what']}"][match["tool"]] = value
             elif not name.startswith(status.REPLACED):  # these are counters, above
                 named["libra_" + re.sub(r"\W", "_", name, flags=re.ASCII)][name] = value
         for label, families in (("tool", tools), ("name", named)):
             for family, values in families.items():
-                first, *others = values
-                if label == "name" and not others:
+                first, *other_names = values
+                if label == "name" and not other_names:
                     yield core.GaugeMetricFamily(family, f"{escapes.visible(first)} of the last step.", values[first])
                     continue
                 # If two names become the same, each keeps its own name in a label: Prometheus refuses a family twice.
@@ -140,8 +140,8 @@ class Endpoint:
                 "choose another, or -1 for any that is free"
             ) from error
         self._server.set_app(self._answer)
-        written = f"[{config.host}]" if host.version == 6 else config.host
-        self.url = f"http://{written}:{self._server.server_port}"
+        url_host = f"[{config.host}]" if host.version == 6 else config.host
+        self.url = f"http://{url_host}:{self._server.server_port}"
         # A daemon, so that a run that fails before `close` still ends.
         self._thread = threading.Thread(target=self._server.serve_forever, name="libra-health", daemon=True)
         self._thread.start()
@@ -156,9 +156,9 @@ class Endpoint:
         if not self._token and not _is_address(environ.get("HTTP_HOST", "")):
             text = b"Read this page as localhost or by an address; under other names it needs telemetry.token_env.\n"
             return _sent(start_response, ("403 Forbidden", "text/plain", text))
-        given = environ.get("HTTP_AUTHORIZATION", "").encode()
+        authorization = environ.get("HTTP_AUTHORIZATION", "").encode()
         # Compares in constant time, so that the time of an answer tells nothing about the token.
-        if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):
+        if self._token and not hmac.compare_digest(authorization, b"Bearer " + self._token):
             text = b"This page needs the run's token: send the header Authorization: Bearer <token>.\n"
             return _sent(start_response, ("401 Unauthorized", "text/plain", text))
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):

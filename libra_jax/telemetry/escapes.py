@@ -48,11 +48,11 @@ def json_text(text: str) -> str:
       text: A JSON document that keeps characters beyond ASCII as they are.
     """
     # `json` spells them itself if it is told to: those beyond U+FFFF as a pair of UTF-16 units. Without its quotes.
-    return _RAW_IN_JSON.sub(lambda found: json.dumps(found.group())[1:-1], text)
+    return _RAW_IN_JSON.sub(lambda match: json.dumps(match.group())[1:-1], text)
 
 
-def _spelled(found: re.Match[str]) -> str:
-    character = found.group()
+def _spelled(match: re.Match[str]) -> str:
+    character = match.group()
     code = ord(character)
     if character in _NAMED:
         return _NAMED[character]

@@ -123,16 +123,16 @@ class RecordFile:
             # The rest of a line must not become the beginning of the next record.
             if data.endswith(b"\n") and size and os.pread(self._descriptor, 1, size - 1) != b"\n":
                 data = b"\n" + data
-        written = 0
+        bytes_written = 0
         try:
-            while written < len(data):
-                written += os.write(self._descriptor, data[written:])
+            while bytes_written < len(data):
+                bytes_written += os.write(self._descriptor, data[bytes_written:])
         except OSError:
             # A partial write would leave a torn record in the middle of the file once later records follow it.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._end)
             raise
-        self._end += written
+        self._end += bytes_written
 
     def _changed(self, how: str) -> None:
         self._changes += 1
@@ -238,8 +238,8 @@ def damage(line: bytes) -> str:
     """
     # All white space: a program that ends lines with CRLF must not hide the checksum.
     line = line.rstrip()
-    if (whole := checksums.is_whole(line)) is not None:
-        return "" if whole else "its checksum is not the one it was written with"
+    if (is_intact := checksums.is_whole(line)) is not None:
+        return "" if is_intact else "its checksum is not the one it was written with"
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -249,11 +249,11 @@ def damage(line: bytes) -> str:
     # A record of a run, or its status. Versions that wrote no checksum wrote no numbers and no counts either.
     if _ORIGIN.search(line[-_LONGEST_ORIGIN:]) or {"beat", "records"} <= record.keys():
         return "its checksum is missing"
-    if (found := _SPOILT.search(line)) is None:
+    if (match := _SPOILT.search(line)) is None:
         return ""
     # Either the value is damaged, or the name of the field has one wrong byte. A line of another program may also end
     # with a field of 32 hexadecimal digits, so its name has to be ours with one byte changed, removed or added.
-    near = difflib.SequenceMatcher(None, found[2] or b"checksum", b"checksum").ratio() > ONE_EDIT
+    near = difflib.SequenceMatcher(None, match[2] or b"checksum", b"checksum").ratio() > ONE_EDIT
     return "its checksum is damaged" if near else ""
 
 
@@ -291,10 +291,10 @@ class Review:
       number: Number of the last record that counts, from 1.
     """
 
-    def __init__(self, path: Path, known: protocols.Records | None, step: int | None = None) -> None:
+    def __init__(self, path: Path, records: protocols.Records | None, step: int | None = None) -> None:
         self._path, self._name = path, path.name
-        self._run = known["run"] if known else ""
-        self._count = known["counts"].get(self._name, 0) if known else 0
+        self._run = records["run"] if records else ""
+        self._count = records["counts"].get(self._name, 0) if records else 0
         self._step = step
         self.number = 0
         self._last = b"{}"
@@ -329,22 +329,22 @@ class Review:
         if number <= self.number + 1:
             return
         # In the file of metrics, each record ends a step.
-        whole, before = self._name == "metrics.jsonl", json.loads(self._last).get("step")
-        first = "the first step" if before is None else f"step {before + whole}"
+        steps_per_record, before = self._name == "metrics.jsonl", json.loads(self._last).get("step")
+        first = "the first step" if before is None else f"step {before + steps_per_record}"
         last = "the last step" if self._step is None else f"step {self._step}"
-        last = last if step is None else f"step {step - whole}"
+        last = last if step is None else f"step {step - steps_per_record}"
         self._gaps.append(f"records {self.number + 1} to {number - 1}, of {first} to {last}")
 
 
-def foreign(line: bytes, name: str, known: protocols.Records | None) -> str:
+def foreign(line: bytes, name: str, records: protocols.Records | None) -> str:
     """Returns how a line shows that it is of another file than `name`, or of another run. Empty if it does not."""
     origin = _ORIGIN.search(line[-_LONGEST_ORIGIN:])
-    if origin is None or not known:
+    if origin is None or not records:
         return ""
     if (of := origin[1].decode()) != name:
         return f"it is a record of {of}"
     run = origin[2].decode()
-    return "" if run == known["run"] else f"it is a record of another run ({run} instead of {known['run']})"
+    return "" if run == records["run"] else f"it is a record of another run ({run} instead of {records['run']})"
 
 
 def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -57,9 +57,9 @@ def find(name: str) -> Metric | None:
     if name in _BY_NAME:
         return _BY_NAME[name]
     for metric, pattern in _PATTERNS:
-        found = pattern.fullmatch(name)
+        match = pattern.fullmatch(name)
         # What stands for `<metric>` has to be registered itself.
-        if found is not None and (not metric.name.endswith(METRIC) or find(found[found.re.groups]) is not None):
+        if match is not None and (not metric.name.endswith(METRIC) or find(match[match.re.groups]) is not None):
             return metric
     return None
 

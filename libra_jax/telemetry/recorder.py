@@ -43,12 +43,12 @@ class _Warnings:
     """Shows each warning once: in the console if there is one, otherwise as a log message."""
 
     console: sinks.Sink | None = None
-    shown: set[str] = field(default_factory=set)
+    shown_keys: set[str] = field(default_factory=set)
 
     def __call__(self, key: str, sentence: str) -> None:
-        if key in self.shown:
+        if key in self.shown_keys:
             return
-        self.shown.add(key)
+        self.shown_keys.add(key)
         if self.console is None or key == console.LOST:
             logging.getLogger(__name__).warning("%s", sentence)
         else:
@@ -250,7 +250,7 @@ def cut_back(workdir: Path, step: int, records: protocols.Records | None = None,
     Raises:
       LibraError: A file cannot be read or replaced.
     """
-    told = []
+    problems = []
     for name in (*LINE_FILES, files.CONFIG_HISTORY_FILE):
         # The history is kept whole: it tells about starts of the run and not about steps that are taken again.
         last = step if name in LINE_FILES else sys.maxsize
@@ -265,12 +265,12 @@ def cut_back(workdir: Path, step: int, records: protocols.Records | None = None,
             further = f", and {len(damaged) - TOLD} further lines" if len(damaged) > TOLD else ""
             lines = ", ".join(f"line {number} ({why})" for number, why in damaged[:TOLD])
             fate = "do not count" if look else "are removed"
-            told.append(f"{workdir / name} was damaged, and these lines {fate}: {lines}{further}.")
-        told += gaps
+            problems.append(f"{workdir / name} was damaged, and these lines {fate}: {lines}{further}.")
+        problems += gaps
     file, size = workdir / timeline.TIMELINE_FILE, records["counts"].get(timeline.TIMELINE_FILE, 0) if records else 0
-    if (found := file.stat().st_size if file.exists() else 0) < size:
-        told.append(f"{file} lacks events: it has {found} bytes, and had {size} at step {step}.")
-    return told
+    if (current_size := file.stat().st_size if file.exists() else 0) < size:
+        problems.append(f"{file} lacks events: it has {current_size} bytes, and had {size} at step {step}.")
+    return problems
 
 
 def _cut(

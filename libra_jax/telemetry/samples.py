@@ -35,7 +35,7 @@ class Piece:
     text: str
     source: str
 
-    def shown(self) -> str:
+    def visible_text(self) -> str:
         """Returns the text for viewers: safe to show, and cut in the middle if it is very long."""
         text = self.text
         if len(text) > MOST_CHARACTERS:
@@ -75,8 +75,8 @@ class Sample:
 
     def text(self) -> str:
         """Returns the rollout as plain text for viewers, safe to show."""
-        told = [f"== {piece.title} ==\n{piece.shown()}" for piece in self.pieces]
-        return "\n".join([self.headline, *told])
+        sections = [f"== {piece.title} ==\n{piece.visible_text()}" for piece in self.pieces]
+        return "\n".join([self.headline, *sections])
 
 
 def read(path: Path) -> Iterator[Sample]:
@@ -86,11 +86,11 @@ def read(path: Path) -> Iterator[Sample]:
             yield parse(record)
 
 
-def ends(found: Iterable[Sample]) -> list[Sample]:
+def ends(samples: Iterable[Sample]) -> list[Sample]:
     """Returns the training samples of the last step and of the first. Holds no others in memory."""
     first: list[Sample] = []
     last: list[Sample] = []
-    for sample in found:
+    for sample in samples:
         if sample.evaluation:
             continue
         if not first or sample.step == first[0].step:
@@ -142,5 +142,5 @@ def parse(record: Mapping[str, Any]) -> Sample:
 
 
 def _number(value: object, otherwise: float = math.nan) -> float:
-    known = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if known else otherwise  # type: ignore[arg-type]
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if is_number else otherwise  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
       verdict: Sentence that says whether the run is alive. Empty if this is certain.
     """
     dead = verdict.startswith("DEAD")
-    ended = dead or bool(view["ended"])
+    has_ended = dead or bool(view["ended"])
     head = f"   version {view['policy_version']}   start {view['fencing_token']} of this run"
     lines: list[RenderableType] = [Text.assemble((f"step {view['step']}/{view['steps']}", "bold"), head)]
     # In the time zone of the machine that shows the screen, which may not be the run's.
@@ -61,22 +61,22 @@ def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
         for name in ("began", "first_began")
     )
     took = console.seconds_text(view["seconds"])
-    began = f"began {started}, " + (f"ran for {took}" if ended else f"{took} ago")
-    lines.append(_text(f"process {view['pid']} on {view['host']}, {began}"))
-    whole = view.get("run_seconds", view["seconds"])  # all starts together; missing in files of older versions
-    if whole > view["seconds"]:
-        lines.append(_text(f"the run began {first} and has run {console.seconds_text(whole)} in all"))
+    start_text = f"began {started}, " + (f"ran for {took}" if has_ended else f"{took} ago")
+    lines.append(_text(f"process {view['pid']} on {view['host']}, {start_text}"))
+    run_seconds = view.get("run_seconds", view["seconds"])  # all starts together; missing in files of older versions
+    if run_seconds > view["seconds"]:
+        lines.append(_text(f"the run began {first} and has run {console.seconds_text(run_seconds)} in all"))
     if verdict:
         lines.append(_text(verdict, style="bold red" if dead else "bold"))
     lines += [_text(problem, style="bold red") for problem in view["problems"]]
     lines += numbers(view)
     # After a good end nobody works any more. After a failure, the table shows where the run stopped.
     if not view["ended"] or view["ended"]["how"] == "failed":
-        lines.append(workers(view["workers"], ended=ended))
+        lines.append(workers(view["workers"], has_ended=has_ended))
     for title, counts in (("workers lost", view["failures"]), ("groups replaced", view["replaced"])):
         if any(counts.values()):
-            told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count)
-            lines.append(_text(f"{title}: {told}"))
+            counts_text = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count)
+            lines.append(_text(f"{title}: {counts_text}"))
     for wait in view["waits"]:
         # A deadline of None means no limit.
         limit = "any time" if wait["deadline"] is None else f"{wait['deadline']:g} s"
@@ -123,7 +123,7 @@ def numbers(view: Mapping[str, Any]) -> list[RenderableType]:
     return [Columns(cells, padding=(0, 3))] if cells else []
 
 
-def workers(doing: Mapping[str, Mapping[str, Any]], *, ended: bool = False, fold: bool = True) -> RenderableType:
+def workers(doing: Mapping[str, Mapping[str, Any]], *, has_ended: bool = False, fold: bool = True) -> RenderableType:
     """Returns a table of each worker's current or last activity, and its duration.
 
     Without `fold`, one line per worker.
@@ -131,11 +131,11 @@ def workers(doing: Mapping[str, Mapping[str, Any]], *, ended: bool = False, fold
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_edge=False, header_style="dim", padding=(0, 1))
     table.add_column("worker", no_wrap=True)
     table.add_column(
-        "did last" if ended else "doing", ratio=1, no_wrap=not fold, overflow="fold" if fold else "ellipsis"
+        "did last" if has_ended else "doing", ratio=1, no_wrap=not fold, overflow="fold" if fold else "ellipsis"
     )
-    table.add_column("" if ended else "for", justify="right", no_wrap=True)
+    table.add_column("" if has_ended else "for", justify="right", no_wrap=True)
     for name, worker in doing.items():
-        table.add_row(_text(name), _text(worker["doing"]), "" if ended else console.seconds_text(worker["seconds"]))
+        table.add_row(_text(name), _text(worker["doing"]), "" if has_ended else console.seconds_text(worker["seconds"]))
     return table
 
 

@@ -82,8 +82,8 @@ class TensorBoardSink(Sink):
         # TensorBoard names a run after the folder with its events. A resumed run keeps the folder of its first session,
         # even if its workdir was renamed. Runs of an older version that wrote into `tensorboard` itself continue there.
         parent = workdir / TENSORBOARD_FOLDER
-        begun = [path.parent for path in (*parent.glob("*.libra"), *parent.glob("*/*.libra"))]
-        folder = min(begun, default=parent / (workdir.resolve().name or "run"))
+        run_folders = [path.parent for path in (*parent.glob("*.libra"), *parent.glob("*/*.libra"))]
+        folder = min(run_folders, default=parent / (workdir.resolve().name or "run"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             earlier = [int(name.suffixes[-2][1:]) for name in folder.glob("events.out.tfevents.*.libra")]
@@ -190,7 +190,7 @@ class WandbSink(Sink):
         """Keeps a rollout for the table that is sent with the step's numbers."""
         kind = "evaluation_samples" if sample.evaluation else "samples"
         # `samples.parse` puts the prompt first, even an empty one.
-        prompt, *turns = (f"{piece.title}\n{piece.shown()}" for piece in sample.pieces)
+        prompt, *turns = (f"{piece.title}\n{piece.visible_text()}" for piece in sample.pieces)
         row = [sample.step, sample.rank, sample.reward, sample.headline, prompt, "\n".join(turns)]
         self._rows.setdefault(kind, []).append(row)
 

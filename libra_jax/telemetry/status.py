@@ -107,9 +107,9 @@ class RunStatus(sinks.Sink):
             "process_began": _process_began(os.getpid()),
             "began": time.time(),
         }
-        known = earlier or {}
-        first = known.get("first_began", known.get("began"))
-        ran = known.get("run_seconds", known.get("seconds"))
+        earlier_view = earlier or {}
+        first = earlier_view.get("first_began", earlier_view.get("began"))
+        ran = earlier_view.get("run_seconds", earlier_view.get("seconds"))
         # The earlier file may be of another version or damaged. Values that are no finite numbers are ignored.
         first, ran = (
             value if isinstance(value, int | float) and math.isfinite(value) else None for value in (first, ran)
@@ -321,9 +321,9 @@ def _fingerprint(workdir: Path) -> tuple[Any, ...]:
     """Returns a value that every heartbeat changes, even if a full disk allows it only to touch the file."""
     try:
         with checksums.open_file(workdir / STATUS_FILE) as file:  # opening makes a network file system ask its server
-            found = os.fstat(file.fileno())
+            file_stat = os.fstat(file.fileno())
             # Three signs: a heartbeat renames a new file, or only touches it, and clocks may have a coarse grain.
-            return found.st_ino, found.st_mtime_ns, file.read()
+            return file_stat.st_ino, file_stat.st_mtime_ns, file.read()
     except OSError:
         return ()
 
@@ -441,5 +441,5 @@ class Heartbeat:
                 self._warned = True
                 problem = f"{self._file.name} cannot be written ({error.strerror or error})"
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    told = f"warning: {problem}; the run goes on without it."
-                    self._loop.call_soon_threadsafe(self._run.warn, told)
+                    warning = f"warning: {problem}; the run goes on without it."
+                    self._loop.call_soon_threadsafe(self._run.warn, warning)

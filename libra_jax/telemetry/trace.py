@@ -38,8 +38,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises:
       DataError: The file is missing or empty, or a line is not a record. The message names file and line.
     """
-    records, seen = [], set[int]()
-    known = checksums.known_records(path.parent) if path.name == TRACE_FILE else None
+    records, hashes = [], set[int]()
+    run_records = checksums.known_records(path.parent) if path.name == TRACE_FILE else None
     try:
         # A user may also hand a trace over in a pipe.
         with checksums.open_file(path) if path.name == TRACE_FILE else path.open("rb") as file:
@@ -48,13 +48,17 @@ def read(path: Path) -> list[dict[str, Any]]:
                     where = f"{path}, line {number}"
                     records.append(_parse(line.rstrip(), where))
                     # A user may select, sort and join the records of several runs.
-                    foreign = files.foreign(line, TRACE_FILE, known)
+                    foreign = files.foreign(line, TRACE_FILE, run_records)
                     _check(not foreign, where, f'{foreign}; of a line that belongs here, remove "record"')
-                    _check(not known or hash(line) not in seen, where, "its record is in the file twice; remove one")
-                    seen.add(hash(line))
+                    _check(
+                        not run_records or hash(line) not in hashes,
+                        where,
+                        "its record is in the file twice; remove one",
+                    )
+                    hashes.add(hash(line))
     except OSError as error:
         raise DataError(f"{path}: the trace cannot be read ({error.strerror or error})") from error
-    if known and len(records) < (count := known["counts"].get(TRACE_FILE, 0)):
+    if run_records and len(records) < (count := run_records["counts"].get(TRACE_FILE, 0)):
         raise DataError(f"{path}: holds {len(records)} of the {count} records that the run wrote; take the whole file")
     if not records:
         raise DataError(f"{path}: the trace holds no trajectory; give a file with one JSON object a line")
@@ -148,25 +152,27 @@ def _check_segments(record: Mapping[str, Any], turns: Sequence[Mapping[str, Any]
         parent, shared = segments[index]["parent"], segments[index]["shared_tokens"]
         if parent is not None:
             begin(parent)
-            here, held = f"{where}, segment {index}", contexts[parent]
-            most = f"at most {held}, the tokens of segment {parent} by then"
-            _check(shared <= held, here, f'"shared_tokens" must be {most}, not {shared}')
+            here, parent_tokens = f"{where}, segment {index}", contexts[parent]
+            limit_text = f"at most {parent_tokens}, the tokens of segment {parent} by then"
+            _check(shared <= parent_tokens, here, f'"shared_tokens" must be {limit_text}, not {shared}')
         contexts[index] = shared + segments[index]["prompt_tokens"]
 
     for number, turn in enumerate(turns):
         place = turn.get("segment", 0)
-        whole = isinstance(place, int) and not isinstance(place, bool) and 0 <= place < len(segments)
-        known = f'one of the {len(segments)} of "segments", from 0' if "segments" in record else '0 without "segments"'
-        _check(whole, f"{where}, turn {number}", f'"segment" must be {known}, not {place!r:.40}')
+        is_valid = isinstance(place, int) and not isinstance(place, bool) and 0 <= place < len(segments)
+        range_text = (
+            f'one of the {len(segments)} of "segments", from 0' if "segments" in record else '0 without "segments"'
+        )
+        _check(is_valid, f"{where}, turn {number}", f'"segment" must be {range_text}, not {place!r:.40}')
         begin(place)
         contexts[place] += turn["generated_tokens"] + turn["payload_tokens"]
 
 
 def _check_count(holder: Mapping[str, Any], name: str, where: str) -> None:
     value = holder.get(name)
-    whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
+    is_valid = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
     _check(
-        whole, where, f'"{name}" must be a whole number of at least 0 and at most {MOST_TOKENS:,}, not {value!r:.40}'
+        is_valid, where, f'"{name}" must be a whole number of at least 0 and at most {MOST_TOKENS:,}, not {value!r:.40}'
     )
 
 

@@ -42,9 +42,9 @@ class Curve:
         axes = figure.add_subplot(xlabel="training step", ylabel="mean reward")
         axes.plot(list(rewards), list(rewards.values()), marker=".")
         page.step_axis(axes)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=100)
-        image = display.Image(data=drawn.getvalue())  # a bare figure shows as text unless pyplot is set up
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=100)
+        image = display.Image(data=buffer.getvalue())  # a bare figure shows as text unless pyplot is set up
         if self._handle is None:
             self._handle = display.display(image, display_id=True)
         else:

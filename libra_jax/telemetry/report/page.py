@@ -121,21 +121,21 @@ def figure(draw: Callable[[Any], None], height: float = HEIGHT, *, wide: bool = 
     import matplotlib
     from matplotlib.figure import Figure
 
-    found = []
+    pictures = []
     for width in (BROAD, NARROW) if wide else (NARROW,):
         columns = min(panels, 2 if width > NARROW else 1)
         rows = -(-panels // columns)
         # In a context, because the settings belong to the process and its other pictures.
         with matplotlib.rc_context(_STYLE):
-            made = Figure(figsize=(width, height * rows), layout="constrained")
-            axes = list(made.subplots(rows, columns, squeeze=False, sharex=panels > 1).flat)
+            picture = Figure(figsize=(width, height * rows), layout="constrained")
+            axes = list(picture.subplots(rows, columns, squeeze=False, sharex=panels > 1).flat)
             for empty in axes[panels:]:
                 empty.set_visible(False)
             draw(axes[:panels] if panels > 1 else axes[0])
-            found.append(svg(made))
+            pictures.append(svg(picture))
     if not wide:
-        return found[0]
-    broad, narrow = found
+        return pictures[0]
+    broad, narrow = pictures
     # Ids are shared by the whole page, and browsers need not draw definitions inside a hidden element. So each of the
     # two pictures needs its own ids.
     narrow = re.sub(r'(" id="|\bid="|"#|\(#)(?=[\w-])', r"\1narrow-", narrow)
@@ -143,37 +143,37 @@ def figure(draw: Callable[[Any], None], height: float = HEIGHT, *, wide: bool = 
 
 
 def lines(
-    shown: Sequence[Line],
+    curves: Sequence[Line],
     height: float = HEIGHT,
     *,
     wide: bool = False,
     ylabel: str = "",
     scale: Scale = "free",
     percent: bool = False,
-    whole: bool = False,
+    integers: bool = False,
     marks: Mapping[str, Sequence[int]] | None = None,
 ) -> str:
     """Draws curves over the training steps.
 
     Args:
-      shown: Curves. At least one must have values.
+      curves: Curves. At least one must have values.
       height: See `figure`.
       wide: See `figure`.
       ylabel: Label of the vertical axis.
       scale: Kind of the vertical axis.
       percent: Whether the values are shares.
-      whole: Whether the values are counts.
+      integers: Whether the values are counts.
       marks: Steps with a dotted vertical line, by the line's label.
     """
-    shown = [line for line in shown if line.values]
+    curves = [line for line in curves if line.values]
 
     def draw(axes: Any) -> None:
-        for line in shown:
+        for line in curves:
             _draw_line(axes, line)
         axes.yaxis.set_major_formatter((lambda value, _: f"{100 * value:z.3g}%") if percent else thousands)
-        if whole:
+        if integers:
             whole_ticks(axes.yaxis)
-        values = [value for line in shown for value in line.values.values()]
+        values = [value for line in curves for value in line.values.values()]
         low, high = min(values), max(values)
         if scale == "share" and low >= 0 and high <= 1:
             axes.set_ylim(0, 1.03)
@@ -296,11 +296,11 @@ def thousands(value: float, _: Any = None) -> str:
     return f"{value:z,.0f}" if abs(value) >= 1000 else f"{value:zg}"
 
 
-def svg(made: Any) -> str:
+def svg(picture: Any) -> str:
     """Returns a figure as an `<svg>` element for a page: CSS variables for colours, the page's font, and no links."""
     buffer = io.StringIO()
     # Without a date in the metadata, the same data gives the same file.
-    made.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    picture.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     # An element inside of a page has no XML declaration.
     text = text[text.index("<svg") :]
@@ -309,7 +309,7 @@ def svg(made: Any) -> str:
         text = text.replace(colour, f"var(--{name})")
     # Some versions of matplotlib write a font in one property, others in two.
     font = r"(?:font-size: ([\d.]+)px; font-family: [^;\"]*|font: ([\d.]+)px [^;\"]*)"
-    text = re.sub(font, lambda found: f"font: {found[1] or found[2]}px var(--font)", text)
+    text = re.sub(font, lambda match: f"font: {match[1] or match[2]}px var(--font)", text)
     used = set(re.findall(r"[\"(]#([\w-]+)", text))
     text = re.sub(r' id="([\w-]+)"', lambda match: match.group(0) if match.group(1) in used else "", text)
     text = re.sub(r"<g>\s*</g>\s*", "", text)
@@ -375,8 +375,8 @@ def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Sec
         # Everything that the template shows, a model's text too, passes `finalize` first and HTML's own escapes then.
         # Markup is text that was made safe already.
         autoescape=True,
-        finalize=lambda shown: (
-            shown if isinstance(shown, markupsafe.Markup) else escapes.visible(str(shown), lines=True)
+        finalize=lambda value: (
+            value if isinstance(value, markupsafe.Markup) else escapes.visible(str(value), lines=True)
         ),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

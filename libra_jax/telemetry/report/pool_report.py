@@ -175,14 +175,14 @@ def marks(changes: Sequence[Transition]) -> dict[str, list[tuple[float, float]]]
 
     Transitions without a known end are dropped. If the start is unknown, the end is used instead.
     """
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in _MARKS}
+    intervals: dict[str, list[tuple[float, float]]] = {name: [] for name in _MARKS}
     for change in changes:
         name = change.outcome
         if name == DONE:
             name = change.way if change.way == MESH else f"to {change.target}"
-        if name in found and math.isfinite(change.end):
-            found[name].append((change.start if math.isfinite(change.start) else change.end, change.end))
-    return {name: times for name, times in found.items() if times}
+        if name in intervals and math.isfinite(change.end):
+            intervals[name].append((change.start if math.isfinite(change.start) else change.end, change.end))
+    return {name: times for name, times in intervals.items() if times}
 
 
 def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = (), end: float = 0.0) -> str:
@@ -195,8 +195,8 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = ()
       changes: Transitions, on the same clock.
       end: End of the picture in seconds, unless the last change is later.
     """
-    shown = marks(changes)
-    times, columns = stacked(sizes, max((end, *(time for pairs in shown.values() for _, time in pairs))))
+    intervals = marks(changes)
+    times, columns = stacked(sizes, max((end, *(time for pairs in intervals.values() for _, time in pairs))))
     if not columns or times[-1] <= times[0]:
         return ""
     # Never exhausted: the last unit suits any time.
@@ -211,7 +211,7 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = ()
             axes.fill_between(moments, low, high, step="post", color=colour, alpha=opacity, lw=0, label=name)
             low = high
         top = max(low)
-        for name, pairs in shown.items():
+        for name, pairs in intervals.items():
             symbol, colour = _MARKS[name]
             # NaN breaks the line between two transitions.
             spans = [time / unit_seconds for start, end in pairs for time in (start, end, math.nan)]
@@ -308,8 +308,8 @@ def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) 
 
 
 def _median(values: Iterable[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.median(known) if known else math.nan
+    numbers = [value for value in values if not math.isnan(value)]
+    return statistics.median(numbers) if numbers else math.nan
 
 
 def _seconds(seconds: float) -> str:

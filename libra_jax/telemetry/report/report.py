@@ -85,13 +85,13 @@ def load(workdir: Path) -> Run:
     spans: deque[protocols.Span] = deque(maxlen=KEPT_SPANS)
     pools: list[timeline.PoolSizes] = []
     seconds = 0.0
-    for found in timeline.read_all(workdir / timeline.TIMELINE_FILE):
-        if isinstance(found, protocols.Span):
-            spans.append(found)
-            seconds = max(seconds, found.end)
+    for entry in timeline.read_all(workdir / timeline.TIMELINE_FILE):
+        if isinstance(entry, protocols.Span):
+            spans.append(entry)
+            seconds = max(seconds, entry.end)
         else:
-            pools.append(found)
-            seconds = max(seconds, found.start)
+            pools.append(entry)
+            seconds = max(seconds, entry.start)
     lengths: list[int] = []
     tools = tool_report.Tally()
     moves: Counter[str] = Counter()
@@ -200,12 +200,13 @@ def sentences(run: Run) -> list[str]:
     if rates := sections.curve(run.steps, "tokens_per_second"):
         seconds = sections.curve(run.steps, "step/seconds")
         # Weighted by the steps' seconds: the mean of the rates would count a short step as much as a long one.
-        known = {step: seconds[step] for step in rates if seconds.get(step)} or dict.fromkeys(rates, 1.0)
-        rate = sum(rates[step] * weight for step, weight in known.items()) / sum(known.values())
+        weights = {step: seconds[step] for step in rates if seconds.get(step)} or dict.fromkeys(rates, 1.0)
+        rate = sum(rates[step] * weight for step, weight in weights.items()) / sum(weights.values())
         out.append(f"It generated **{rate:,.0f} tokens a second** over all its steps.")
     if staleness := sections.curve(run.steps, "staleness/max"):
-        most = max(staleness.values())
-        out.append(f"No group was older than {most:.0f} version{'' if most == 1 else 's'} when it was trained on.")
+        max_staleness = max(staleness.values())
+        plural = "" if max_staleness == 1 else "s"
+        out.append(f"No group was older than {max_staleness:.0f} version{plural} when it was trained on.")
     out += [_moves(run), pool_report.sentence(run.changes)]
     if skipped := sum(sections.curve(run.steps, "skipped").values()):
         out.append(f"{skipped:.0f} steps were skipped because a number was not finite, or no token was trained.")

@@ -81,7 +81,7 @@ class Plot:
       colour: of the first curve.
       scale: of the vertical axis.
       percent: the metrics are shares.
-      whole: the metrics are whole numbers.
+      integers: the metrics are whole numbers.
       smooth: draws means of five steps, if there are many.
       moving: leaves the picture out if all values are zero.
     """
@@ -92,7 +92,7 @@ class Plot:
     colour: str = page.BLUE
     scale: page.Scale = "zero"
     percent: bool = False
-    whole: bool = False
+    integers: bool = False
     smooth: bool = False
     moving: bool = False
 
@@ -120,7 +120,7 @@ PLOTS = (
         {"staleness/max": ""},
         "Versions between a group's first dispatch and the step that trains on it; the oldest group of a step.",
         colour=page.TEAL,
-        whole=True,
+        integers=True,
     ),
     Plot(
         "Mismatch",
@@ -136,7 +136,7 @@ PLOTS = (
         "first tokens, the prefill of their context included; routing/stay_seconds how long those that did not move "
         "waited.",
         colour=page.TEAL,
-        whole=True,
+        integers=True,
         moving=True,
     ),
     Plot(
@@ -183,7 +183,7 @@ PLOTS = (
 
 def curve(steps: Steps, name: str) -> dict[int, float]:
     """Returns a metric's finite values by step, of the steps that have it."""
-    return {step: found[name] for step, found in steps.items() if name in found and math.isfinite(found[name])}
+    return {step: scalars[name] for step, scalars in steps.items() if name in scalars and math.isfinite(scalars[name])}
 
 
 def reward(steps: Steps) -> list[page.Section]:
@@ -191,11 +191,11 @@ def reward(steps: Steps) -> list[page.Section]:
     rewards, evaluations = curve(steps, "reward/mean"), curve(steps, "evaluation/accuracy")
     out = []
     if rewards or evaluations:
-        shown = [
+        curves = [
             page.Line(rewards, "reward of the step", width=2.4, smooth=True),
             page.Line(evaluations, "held-out tasks", page.ORANGE, dashed=True, width=1.2, marker="D"),
         ]
-        out.append(page.Section("Reward", page.lines(shown, 3.6, wide=True, scale="share"), wide=True))
+        out.append(page.Section("Reward", page.lines(curves, 3.6, wide=True, scale="share"), wide=True))
     names = {name for scalars in steps.values() for name in scalars if name.startswith("reward/")}
     # One slash, because the further numbers of a function have two.
     functions = {name for name in names - {"reward/mean", "reward/std"} if name.count("/") == 1}
@@ -204,10 +204,10 @@ def reward(steps: Steps) -> list[page.Section]:
         return out
     lines, rows = [], []
     for index, name in enumerate(sorted(functions, key=lambda name: (name == "reward/environment", name))):
-        called, known = name.removeprefix("reward/"), curve(steps, name)
+        called, step_rewards = name.removeprefix("reward/"), curve(steps, name)
         colour, dashed = page.COLOURS[index % len(page.COLOURS)], index // len(page.COLOURS) % 2 == 1
-        lines.append(page.Line(page.moving_mean(known, MEAN_STEPS), called, colour, dashed))
-        values = list(known.values())
+        lines.append(page.Line(page.moving_mean(step_rewards, MEAN_STEPS), called, colour, dashed))
+        values = list(step_rewards.values())
         # As in the report's first sentence: windows that share no step.
         size = max(1, min(MEAN_STEPS, len(values) // 2))
         seconds = list(curve(steps, f"reward_seconds/{called}").values())
@@ -232,10 +232,10 @@ def plots(steps: Steps) -> list[page.Section]:
         lines = []
         for index, (name, called) in enumerate(plot.curves.items()):
             colour = page.COLOURS[index] if index else plot.colour
-            stairs = plot.whole and not plot.moving
+            stairs = plot.integers and not plot.moving
             lines.append(page.Line(curve(steps, name), called, colour, smooth=plot.smooth, stairs=stairs))
         if any(any(line.values.values()) if plot.moving else line.values for line in lines):
-            picture = page.lines(lines, scale=plot.scale, percent=plot.percent, whole=plot.whole)
+            picture = page.lines(lines, scale=plot.scale, percent=plot.percent, integers=plot.integers)
             out.append(page.Section(plot.title, picture, note=plot.note))
     return out
 
@@ -248,13 +248,13 @@ def step_parts(steps: Steps) -> dict[str, dict[int, float]]:
         "weight update": "sync/seconds",
         "checkpoint": "checkpoint/seconds",
     }
-    curves = {part: found for part, name in named.items() if any((found := curve(steps, name)).values())}
+    curves = {part: values for part, name in named.items() if any((values := curve(steps, name)).values())}
     numbers = sorted(set().union(*curves.values())) if curves else []
-    parts = {part: {step: found.get(step, 0.0) for step in numbers} for part, found in curves.items()}
-    if curves and (whole := curve(steps, "step/seconds")):
-        known = {step: sum(part[step] for part in parts.values()) for step in numbers}
+    parts = {part: {step: values.get(step, 0.0) for step in numbers} for part, values in curves.items()}
+    if curves and (step_seconds := curve(steps, "step/seconds")):
+        part_sums = {step: sum(part[step] for part in parts.values()) for step in numbers}
         # Never negative: parts may overlap, and a stack cannot show less than nothing.
-        parts["other"] = {step: max(0.0, whole.get(step, 0.0) - known[step]) for step in numbers}
+        parts["other"] = {step: max(0.0, step_seconds.get(step, 0.0) - part_sums[step]) for step in numbers}
     return parts
 
 
@@ -375,14 +375,14 @@ def config_changes(history: Sequence[Mapping[str, Any]]) -> list[page.Section]:
     return [page.Section("Changed settings", table=table, note=note, wide=True)] if rows else []
 
 
-def rollouts(found: Sequence[samples.Sample]) -> list[page.Section]:
+def rollouts(candidates: Sequence[samples.Sample]) -> list[page.Section]:
     """Returns best and worst rollouts of one or two steps, as `samples.ends` returns them; nothing without samples."""
-    shown: list[samples.Sample] = []
-    for step in dict.fromkeys(sample.step for sample in found):
-        ranked = sorted((sample for sample in found if sample.step == step), key=lambda sample: sample.rank)
-        size = min(MOST_SAMPLES if step == found[0].step else 1, (len(ranked) + 1) // 2)
-        shown += [*ranked[:size], *ranked[max(size, len(ranked) - size) :]]
-    return [page.Section("Samples", samples=shown, note=SAMPLES_NOTE, wide=True)] if shown else []
+    selection: list[samples.Sample] = []
+    for step in dict.fromkeys(sample.step for sample in candidates):
+        ranked = sorted((sample for sample in candidates if sample.step == step), key=lambda sample: sample.rank)
+        size = min(MOST_SAMPLES if step == candidates[0].step else 1, (len(ranked) + 1) // 2)
+        selection += [*ranked[:size], *ranked[max(size, len(ranked) - size) :]]
+    return [page.Section("Samples", samples=selection, note=SAMPLES_NOTE, wide=True)] if selection else []
 
 
 # Timeline -------------------------------------------------------------------------------------------------------
@@ -404,17 +404,17 @@ def last_steps(spans: Sequence[protocols.Span]) -> list[page.Section]:
     trained = sorted(span.end for span in spans if _kind(span)[0] == "training")[-PICTURED_STEPS - 1 :]
     end = trained[-1] if len(trained) > 1 else max(span.end for span in spans)
     start = trained[0] if len(trained) > 1 else max(end - 30.0, min(span.start for span in spans))
-    shown = [span for span in spans if span.end > start and span.start < end]
-    if len(shown) > PICTURED_SPANS:
-        shown = sorted(shown, key=lambda span: span.end)[-PICTURED_SPANS:]
-        start = max(start, min(span.end for span in shown))
-    if not shown or end <= start:
+    recent_spans = [span for span in spans if span.end > start and span.start < end]
+    if len(recent_spans) > PICTURED_SPANS:
+        recent_spans = sorted(recent_spans, key=lambda span: span.end)[-PICTURED_SPANS:]
+        start = max(start, min(span.end for span in recent_spans))
+    if not recent_spans or end <= start:
         return []
     # One band a track, and one line in it a lane.
     tracks: dict[str, list[protocols.Span]] = {}
-    for span in sorted(shown, key=lambda span: (timeline.row_order(span.track), span.track)):
+    for span in sorted(recent_spans, key=lambda span: (timeline.row_order(span.track), span.track)):
         tracks.setdefault(span.track, []).append(span)
-    used = {track: sorted({span.lane for span in found}) for track, found in tracks.items()}
+    used = {track: sorted({span.lane for span in track_spans}) for track, track_spans in tracks.items()}
     heights = {track: min(3.2, 0.8 + 0.08 * len(used[track])) for track in tracks}
 
     def draw(axes: Any) -> None:
@@ -426,8 +426,8 @@ def last_steps(spans: Sequence[protocols.Span]) -> list[page.Section]:
             thick = (height - 0.3) / len(used[track])
             for span in tracks[track]:
                 low = top + 0.15 + used[track].index(span.lane) * thick
-                left, right, high = max(span.start, start) - start, min(span.end, end) - start, low + 0.86 * thick
-                corners = [(left, low), (right, low), (right, high), (left, high)]
+                left_x, right_x, high = max(span.start, start) - start, min(span.end, end) - start, low + 0.86 * thick
+                corners = [(left_x, low), (right_x, low), (right_x, high), (left_x, high)]
                 boxes.setdefault(_kind(span), []).append(path.Path([*corners, corners[0]], closed=True))
             axes.axhline(top, color=page.GRID, linewidth=0.8)
             named = page.label(f"{track}  {busy_share(tracks[track], start, end):.0%} busy")
@@ -435,8 +435,8 @@ def last_steps(spans: Sequence[protocols.Span]) -> list[page.Section]:
             top += height
         for (name, colour), rectangles in boxes.items():
             # All of a colour are one path, which takes far fewer bytes than an element each.
-            whole = path.Path.make_compound_path(*rectangles)
-            axes.add_patch(patches.PathPatch(whole, facecolor=colour, edgecolor="none", alpha=0.9, label=name))
+            compound_path = path.Path.make_compound_path(*rectangles)
+            axes.add_patch(patches.PathPatch(compound_path, facecolor=colour, edgecolor="none", alpha=0.9, label=name))
         axes.set(xlim=(0, end - start), ylim=(top, 0), yticks=[], xlabel="seconds")
         axes.grid(False)
         page.legend_above(axes, len(boxes))
@@ -459,9 +459,9 @@ def _kind(span: protocols.Span) -> tuple[str, str]:
 
 def busy_share(spans: Sequence[protocols.Span], start: float, end: float) -> float:
     """Returns the part of [start, end] in which at least one span is open."""
-    covered, reached = 0.0, start
+    covered, covered_until = 0.0, start
     for span in sorted(spans, key=lambda span: span.start):
         # From where the earlier spans ended, so that time under several spans counts once.
-        covered += max(0.0, min(span.end, end) - max(span.start, reached))
-        reached = max(reached, min(span.end, end))
+        covered += max(0.0, min(span.end, end) - max(span.start, covered_until))
+        covered_until = max(covered_until, min(span.end, end))
     return covered / (end - start)

@@ -211,8 +211,8 @@ def _repair(path: Path) -> list[int]:
     with checksums.open_file(path) as old, partial.open("wb") as new:
         for number, line in enumerate(old, start=1):
             text = line.rstrip(b"\n,")
-            whole = text == b"[" if number == 1 else text in (b"]", b"") or not files.damage(text)
-            if (whole and line.endswith(b"\n")) or (not line.endswith(b"\n") and files.torn(line)):
+            is_intact = text == b"[" if number == 1 else text in (b"]", b"") or not files.damage(text)
+            if (is_intact and line.endswith(b"\n")) or (not line.endswith(b"\n") and files.torn(line)):
                 new.write(line)
             else:
                 damaged.append(number)
@@ -255,7 +255,7 @@ def _is_event(event: Any) -> bool:
 
 def read(path: Path) -> Iterator[protocols.Span]:
     """Yields the spans of a timeline in the order of writing. A torn end and a missing file are not errors."""
-    return (found for found in read_all(path) if isinstance(found, protocols.Span))
+    return (entry for entry in read_all(path) if isinstance(entry, protocols.Span))
 
 
 def read_all(path: Path) -> Iterator[protocols.Span | PoolSizes]:
@@ -264,8 +264,8 @@ def read_all(path: Path) -> Iterator[protocols.Span | PoolSizes]:
     Raises DataError if the file cannot be read.
     """
     tracks: dict[int, str] = {}
-    known, size = checksums.known_records(path.parent), path.stat().st_size if path.exists() else 0
-    if known and size < (count := known["counts"].get(path.name, 0)):
+    records, size = checksums.known_records(path.parent), path.stat().st_size if path.exists() else 0
+    if records and size < (count := records["counts"].get(path.name, 0)):
         logging.getLogger(__name__).warning("%s lacks events: it has %d bytes of %d.", path, size, count)
     try:
         for _, event in _whole_events(path):

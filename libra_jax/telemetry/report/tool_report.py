@@ -116,8 +116,8 @@ def sections(tally: Tally) -> list[page.Section]:
     early, late = _quarters(steps)
     first, last = _shares(tally.ends, early), _shares(tally.ends, late or early)
     finishes = sorted({*first, *last}, key=lambda name: (-last.get(name, 0.0), -first.get(name, 0.0), str(name)))
-    shown = [(str(name), f"{first.get(name, 0.0):.1%}", f"{last.get(name, 0.0):.1%}") for name in finishes]
-    finished = page.Table(("how", f"steps {_range(early)}", f"steps {_range(late or early)}"), shown)
+    finish_rows = [(str(name), f"{first.get(name, 0.0):.1%}", f"{last.get(name, 0.0):.1%}") for name in finishes]
+    finished = page.Table(("how", f"steps {_range(early)}", f"steps {_range(late or early)}"), finish_rows)
     ends = page.Section("How rollouts ended", table=finished, note=ENDS_NOTE, wide=True)
     if not tally.tools:
         return [ends]
@@ -171,11 +171,11 @@ def _quarters(steps: Sequence[int]) -> tuple[list[int], list[int]]:
 
 def _shares(counts: Mapping[tuple[int, Any], int], steps: Iterable[int]) -> dict[Any, float]:
     """Returns the share of each counted value among the trajectories of these steps."""
-    wanted, found = set(steps), Counter[Any]()
+    step_set, value_counts = set(steps), Counter[Any]()
     for (step, value), count in counts.items():
-        if step in wanted:
-            found[value] += count
-    return {value: count / found.total() for value, count in sorted(found.items())}
+        if step in step_set:
+            value_counts[value] += count
+    return {value: count / value_counts.total() for value, count in sorted(value_counts.items())}
 
 
 def _quantiles(values: Iterable[float], shares: Iterable[float]) -> list[float]:
@@ -204,11 +204,11 @@ def draw_outcomes(by_tool: Mapping[str, Calls], steps: Sequence[int]) -> str:
             axes.set_xlabel("")
             page.whole_ticks(axes.yaxis)
             axes.set_title(page.label(name), loc="left", fontsize=page.FONT)
-        whole = panels[0].figure
-        whole.supxlabel("training step", fontsize=page.FONT, color=page.MUTED)
-        whole.supylabel("calls", fontsize=page.FONT, color=page.MUTED)
+        figure = panels[0].figure
+        figure.supxlabel("training step", fontsize=page.FONT, color=page.MUTED)
+        figure.supylabel("calls", fontsize=page.FONT, color=page.MUTED)
         handles, labels = panels[0].get_legend_handles_labels()
-        whole.legend(handles, labels, loc="outside upper right", ncols=len(labels), handlelength=1)
+        figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), handlelength=1)
 
     return page.figure(draw, 2.1, wide=True, panels=len(by_tool))
 
@@ -216,17 +216,17 @@ def draw_outcomes(by_tool: Mapping[str, Calls], steps: Sequence[int]) -> str:
 def draw_seconds(by_tool: Mapping[str, Sequence[float]]) -> str:
     """Draws one box per tool, from the quantiles of its calls' seconds at `SHARES`."""
     positive = [value for values in by_tool.values() for value in values if value > 0]
-    least = min(positive, default=0.0)
+    min_seconds = min(positive, default=0.0)
 
     def draw(axes: Any) -> None:
         for place, values in enumerate(by_tool.values()):
             # A logarithmic axis has no place for 0.
-            low, first, median, third, high = (max(value, least) for value in values)
+            low, first, median, third, high = (max(value, min_seconds) for value in values)
             style = {"color": page.BLUE, "solid_capstyle": "butt"}
             axes.plot([low, high], [place, place], linewidth=1.4, **style)
             axes.plot([first, third], [place, place], linewidth=9, alpha=0.45, **style)
             axes.plot([median], [place], color=page.INK, marker="|", markersize=11, markeredgewidth=2.4)
-        if positive and max(positive) > page.FAR * least:
+        if positive and max(positive) > page.FAR * min_seconds:
             axes.set_xscale("log")
         else:
             axes.set_xlim(left=0)
@@ -284,18 +284,18 @@ def draw_left(states: Sequence[prediction_quality.State]) -> str:
 # Causal states --------------------------------------------------------------------------------------------------
 
 
-def causes(found: prediction_quality.PredictionQuality | None) -> list[page.Section]:
+def causes(quality: prediction_quality.PredictionQuality | None) -> list[page.Section]:
     """Returns the picture with the verdict below, and the table of all states. Empty if no tool returned."""
-    if found is None:
+    if quality is None:
         return []
-    note = f"{CAUSES_NOTE} {' '.join(verdicts(found))}"
+    note = f"{CAUSES_NOTE} {' '.join(verdicts(quality))}"
     return [
-        page.Section(CAUSES_TITLE, draw_left(found.states), note=note, wide=True),
-        page.Section("Causal states", table=page.Table(CAUSES_HEADS, states(found)), wide=True, folded=True),
+        page.Section(CAUSES_TITLE, draw_left(quality.states), note=note, wide=True),
+        page.Section("Causal states", table=page.Table(CAUSES_HEADS, states(quality)), wide=True, folded=True),
     ]
 
 
-def states(found: prediction_quality.PredictionQuality) -> list[tuple[str, ...]]:
+def states(quality: prediction_quality.PredictionQuality) -> list[tuple[str, ...]]:
     """Returns one row of texts per state, in the columns of `CAUSES_HEADS`. Safe to print."""
     return [
         (
@@ -306,37 +306,37 @@ def states(found: prediction_quality.PredictionQuality) -> list[tuple[str, ...]]
             f"{state.mean:,.1f}",
             f"{state.p90:,}",
         )
-        for state in found.states
+        for state in quality.states
     ]
 
 
-def verdicts(found: prediction_quality.PredictionQuality) -> list[str]:
+def verdicts(quality: prediction_quality.PredictionQuality) -> list[str]:
     """Returns sentences on how well the remaining length was predicted."""
-    count = sum(state.count for state in found.states)
+    count = sum(state.count for state in quality.states)
     out = [
-        f"Causal states alone account for {explained(found.explained)} of the variance of what is left after "
+        f"Causal states alone account for {explained(quality.explained)} of the variance of what is left after "
         f"{count:,} returns."
     ]
-    if not found.judged:
+    if not quality.judged:
         return [*out, "There is no second step to judge predictions on."]
-    limits = " and ".join(f"{bound:,}" for bound in found.bounds)
-    buckets = f"the right one of {len(found.bounds) + 1} buckets (up to {limits} tokens left, or more)"
+    limits = " and ".join(f"{bound:,}" for bound in quality.bounds)
+    buckets = f"the right one of {len(quality.bounds) + 1} buckets (up to {limits} tokens left, or more)"
     out.append(
-        f"By what had been seen before, the state alone named {buckets} for {_share(found.by_state)} of "
-        f"{found.judged:,} returns, all that C-MLFQ knows for {_share(found.by_path)}; naming the fullest bucket each "
-        f"time is right for {_share(found.majority)}."
-        if found.bounds
+        f"By what had been seen before, the state alone named {buckets} for {_share(quality.by_state)} of "
+        f"{quality.judged:,} returns, all that C-MLFQ knows for {_share(quality.by_path)}; naming the fullest bucket "
+        f"each time is right for {_share(quality.majority)}."
+        if quality.bounds
         else "What is left is always the same: there is nothing to predict."
     )
-    if found.bounds and not math.isnan(found.bits):
-        error = "" if math.isnan(found.bits_error) else f" (standard error {found.bits_error:.2f})"
+    if quality.bounds and not math.isnan(quality.bits):
+        error = "" if math.isnan(quality.bits_error) else f" (standard error {quality.bits_error:.2f})"
         out.append(
-            f"A prediction by C-MLFQ is {found.bits:+z.2f} bits{error} better than one by the tokens so far alone. "
-            f"{_share(found.covered)} of the true lengths lie in a range that should hold "
+            f"A prediction by C-MLFQ is {quality.bits:+z.2f} bits{error} better than one by the tokens so far alone. "
+            f"{_share(quality.covered)} of the true lengths lie in a range that should hold "
             f"{_share(prediction_quality.COVERED)}."
         )
-    if not math.isnan(found.path_explained):
-        out.append(f"C-MLFQ's mean prediction accounts for {explained(found.path_explained)} of the variance.")
+    if not math.isnan(quality.path_explained):
+        out.append(f"C-MLFQ's mean prediction accounts for {explained(quality.path_explained)} of the variance.")
     return out
 
 
