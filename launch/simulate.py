@@ -110,7 +110,7 @@ def main() -> None:
         result, moves = comparison.sensitivity(run, policies, seeds, jobs=jobs, progress=_progress)
     else:
         result, moves = comparison.compare(run, policies, seeds, jobs=jobs, progress=_progress), []
-    about = comparison.Subject.of_run(run)
+    about = comparison.Subject.from_run(run)
     print("\n".join(about.clauses()))
     print(report.table(result.entries, result.bound_seconds))
     for move in moves:
@@ -122,7 +122,7 @@ def main() -> None:
         further = len(found.states) - MOST_ROWS
         more = [f"({further} more causal states)"] if further > 0 else []
         print(f"\nWhat the tool returns of {run.workload.trace} predict:")
-        print(*report.aligned(rows, left=3), *more, *tool_report.verdicts(found), sep="\n")
+        print(*report.aligned(rows, left_columns=3), *more, *tool_report.verdicts(found), sep="\n")
     if output is not None:
         _write(output, run, about, result, moves, found)
 

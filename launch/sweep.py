@@ -319,7 +319,7 @@ def _draw(path: Path, results: Mapping[str, Sequence[report.Entry]], machines: S
     rates = [[entry["tokens_per_second"] for entry in results[name]] for name in names]
     spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in rates]
     title = ["Generated tokens a second, simulated", *machines]
-    with report.drawn(path, 0.2 + report.bars_height(names), title) as axes:
+    with report.picture_axes(path, 0.2 + report.bars_height(names), title) as axes:
         report.bars(axes, names, list(map(statistics.fmean, rates)), spread, "{:,.0f}")
         seeds = max(map(len, rates))
         of_seeds = f"\nmean of {seeds} seeds ± standard deviation" if seeds > 1 else ""

@@ -176,7 +176,7 @@ def _draw(path: Path, outcomes: Sequence[Outcome]) -> None:
     seeds = max(map(len, settings.values()))
     of_seeds = f", mean of {seeds} seeds ± standard deviation" if seeds > 1 else ""
     rows = [*([2.4] if few else []), report.bars_height(list(settings))]
-    with report.drawn(path, sum(rows), [f"Rewards{of_seeds}"], rows) as axes:
+    with report.picture_axes(path, sum(rows), [f"Rewards{of_seeds}"], rows) as axes:
         names = [name.replace("\n", " ") for name in report.short(list(settings))]
         for colour, name, done in zip(COLOURS, names, settings.values(), strict=False) if few else ():
             # Only the steps that every seed has recorded.

@@ -399,7 +399,7 @@ def write(made: Evaluated, folder: Path) -> None:
 def write_picture(made: Evaluated, path: Path) -> None:
     """Draws pass@k with its intervals over k, and how many tasks had how many of their attempts solved."""
     title = [made.source, f"{len(made.tasks)} tasks, {made.attempts} attempt{'s' * (made.attempts > 1)} each"]
-    with report.drawn(path, 4.4, title, rows=(1.4, 1.0)) as (above, below):
+    with report.picture_axes(path, 4.4, title, rows=(1.4, 1.0)) as (above, below):
         k = list(made.pass_at)
         values = [estimate.value for estimate in made.pass_at.values()]
         errors = [

@@ -485,7 +485,7 @@ def draw(path: Path, best: search.Split, splits: Sequence[search.Split], case: C
     sentence = f"Plan: {best.train.devices} train, {best.step_seconds:.0f} s a step"
     degrees = ", ".join(f"{bucket.count} of degree {bucket.tensor_parallel}" for bucket in best.rollout)
     title = [sentence, f"{case.subject()}; instances {degrees}", f"{case.work.source}: {case.lengths}"]
-    with report.drawn(path, 2.6 if len(splits) > 1 else 1.6, title) as axes:
+    with report.picture_axes(path, 2.6 if len(splits) > 1 else 1.6, title) as axes:
         if len(splits) == 1:  # a line needs two points
             times = [seconds for _, _, seconds, _ in stages]
             report.bars(axes, [name for name, *_ in stages], times, [0.0, 0.0], "{:.0f}")

@@ -119,7 +119,7 @@ class Batch:
             request.spans.append((self._version, count_before + count))
         else:
             request.spans.append((self._version, count))
-        request.left -= count
+        request.remaining_tokens -= count
         request.length += count
         self.counters.generated += count
 
@@ -128,7 +128,7 @@ class Batch:
 
         The last token of a request gets the finish reason.
         """
-        count, done = request.unstreamed, request.left <= 0
+        count, done = request.unstreamed, request.remaining_tokens <= 0
         if done or count >= self._interval:
             # The stop token counts as a sampled one; it is the last.
             stops = done and request.reason == "stop"
@@ -148,7 +148,7 @@ class Batch:
             request.rouse()
         if request.state != "gone":
             # At least one step: the boundary that has just passed cannot be due again.
-            request.due = self._steps + max(1, min(request.left, self._interval - request.unstreamed))
+            request.due = self._steps + max(1, min(request.remaining_tokens, self._interval - request.unstreamed))
             self._pushes += 1
             heapq.heappush(self._due, (request.due, request.number, self._pushes, request))
 
@@ -253,15 +253,15 @@ class Batch:
         admitted: list[requests.Request] = []
         while self._waiting and len(self._decoding) + len(admitted) < self._slots:
             request = self._waiting[0]
-            held = self._held.prefix(request)
+            cached_tokens = self._held.prefix(request)
             # Even a fully cached context computes its last token again, to sample the next one.
-            new = max(1, request.length - held)
+            new = max(1, request.length - cached_tokens)
             idle = not self._decoding and not admitted
             # An idle instance must take any request that fits, or a long one would wait for ever.
             spare = 0 if idle else int(WATERMARK * self._capacity)
             if self._used + request.length + spare > self._capacity:
                 break
-            if self._store is not None and self._fetch(self._store, request, held):
+            if self._store is not None and self._fetch(self._store, request, cached_tokens):
                 continue
             if admitted and tokens + new > chunk:
                 break
@@ -282,21 +282,21 @@ class Batch:
             steps = -(-tokens // chunk)
             self._prefill = requests.Prefill(admitted, steps, tokens / steps, seconds / steps)
 
-    def _fetch(self, store: offload.Store, request: requests.Request, held: int) -> bool:
+    def _fetch(self, store: offload.Store, request: requests.Request, cached_tokens: int) -> bool:
         """Begins to fetch the first waiting request's context, if that is faster than prefilling it.
 
         Returns:
           Whether a fetch has begun.
         """
-        source, tokens = store.longest(request.segment, request.length, self._version, held)
+        source, tokens = store.longest(request.segment, request.length, self._version, cached_tokens)
         if not source:
             return False
         model, degree, length, now = self._model, self._degree, request.length, self._loop.time()
         # All that is known may be the whole context, whose last token is computed again in any case.
-        saved = model.prefill_seconds(degree, max(1, length - held), held)
+        saved = model.prefill_seconds(degree, max(1, length - cached_tokens), cached_tokens)
         saved -= model.prefill_seconds(degree, max(1, length - tokens), tokens)
         begin = max(now, self._fetches.end)
-        end = begin + store.fetch_seconds(source, self.name, tokens - held) * self.slowdown
+        end = begin + store.fetch_seconds(source, self.name, tokens - cached_tokens) * self.slowdown
         if end - now >= saved:
             return False
         self._waiting.popleft()
@@ -304,7 +304,7 @@ class Batch:
         self._used += length
         self._held.evict(self._capacity - self._used)
         request.state = "fetching"
-        self._fetches.begin(request, self._loop.call_at(end, self._fetched, request, tokens, tokens - held))
+        self._fetches.begin(request, self._loop.call_at(end, self._fetched, request, tokens, tokens - cached_tokens))
         return True
 
     def _fetched(self, request: requests.Request, tokens: int, new: int) -> None:

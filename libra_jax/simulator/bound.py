@@ -101,17 +101,19 @@ def lower_bound(
     limits, model, devices = config.coordinator, simulation.cost_model(config.model.lora), simulation.train_devices
     models, degrees = simulation.instance_models(config), config.rollout.tensor_parallel
     kinds: Kinds = {}
-    for kind, most in zip(zip(models, degrees, strict=True), simulation.instance_slots(config.rollout), strict=True):
-        kinds[kind] = max(most, kinds.get(kind, 0))
+    for kind, slots in zip(zip(models, degrees, strict=True), simulation.instance_slots(config.rollout), strict=True):
+        kinds[kind] = max(slots, kinds.get(kind, 0))
     having: dict[costs.CostModel, int] = {}  # rollout devices by accelerator
-    for each, degree in zip(models, degrees, strict=True):
-        having[each] = having.get(each, 0) + degree
+    for instance_model, degree in zip(models, degrees, strict=True):
+        having[instance_model] = having.get(instance_model, 0) + degree
     count = config.steps * limits.groups_per_step
-    drawn = [[workload.script(task, sample) for sample in range(limits.group_size)] for task in range(count)]
+    script_groups = [[workload.script(task, sample) for sample in range(limits.group_size)] for task in range(count)]
     groups = Groups(
-        work=_work(drawn, kinds, having),
-        train=np.array([model.train_seconds([script.own_tokens for script in group], devices) for group in drawn]),
-        path=np.array([max(_path_seconds(script, kinds) for script in group) for group in drawn]),
+        work=_work(script_groups, kinds, having),
+        train=np.array(
+            [model.train_seconds([script.own_tokens for script in group], devices) for group in script_groups]
+        ),
+        path=np.array([max(_path_seconds(script, kinds) for script in group) for group in script_groups]),
     )
     end = run_seconds(groups, limits.groups_per_step, limits.max_staleness)
     paths = groups.path.reshape(config.steps, -1).max(axis=1)
@@ -128,7 +130,7 @@ def run_seconds(groups: Groups, size: int, eta: int) -> float:
     work, train, path = (values.reshape(-1, size) for values in (groups.work, groups.train, groups.path))
     steps = len(work)
     pool = slice(0, (eta + 1) * size)  # the groups that the first eta + 1 batches are chosen from
-    least = {name: np.sort(getattr(groups, name)[pool]) for name in ("work", "train", "path")}
+    sorted_seconds = {name: np.sort(getattr(groups, name)[pool]) for name in ("work", "train", "path")}
     trained = np.concatenate(([0.0], np.cumsum(train.sum(axis=1))))
     begins: list[float] = []
     ends: list[float] = []
@@ -137,7 +139,7 @@ def run_seconds(groups: Groups, size: int, eta: int) -> float:
         if step < eta:
             # A policy may choose any groups of the pool, so the cheapest ones bound it.
             done = (step + 1) * size
-            bounds += [float(least["path"][done - 1]), float(least["work"][:done].sum())]
+            bounds += [float(sorted_seconds["path"][done - 1]), float(sorted_seconds["work"][:done].sum())]
         else:
             first = 0 if step == eta else step  # the batch at eta completes every earlier block
             # When admission lets each block begin: with the version that is eta before it, the first eta + 1 at once.
@@ -145,7 +147,9 @@ def run_seconds(groups: Groups, size: int, eta: int) -> float:
             bounds.append(released[step] + float(path[first : step + 1].max()))
             bounds += [begin + float(work[block : step + 1].sum()) for block, begin in enumerate(released)]
         begins.append(max(bounds))
-        ends.append(begins[-1] + (float(least["train"][:size].sum()) if step <= eta else float(train[step].sum())))
+        ends.append(
+            begins[-1] + (float(sorted_seconds["train"][:size].sum()) if step <= eta else float(train[step].sum()))
+        )
         if step == min(eta, steps - 1):  # by now the first batches have trained exactly the first blocks
             ends[-1] = max(ends[-1], begins[0] + float(trained[step + 1]))
     return ends[-1]
@@ -155,47 +159,51 @@ def _path_seconds(script: scripts.Script, kinds: Kinds) -> float:
     """Returns the seconds of the rollout alone: each part on the instance that is fastest at it, every prefix
     cached."""
     step = min(model.fixed_seconds(degree, 1) for model, degree in kinds)
-    each = min(model.context_seconds(degree) for model, degree in kinds)
+    token_seconds = min(model.context_seconds(degree) for model, degree in kinds)
     seconds, outputs = 0.0, list(script.outputs())
     for (turn, place, cached, new, goes_on), after in itertools.zip_longest(outputs, outputs[1:]):
         seconds += min(model.prefill_seconds(degree, max(1, new), cached) for model, degree in kinds)
         steps = turn.generated_tokens - 1  # prefill samples the first token
         context = cached + max(1, new)
-        seconds += steps * (step + each * (context + 1 + (steps - 1) / 2))
+        seconds += steps * (step + token_seconds * (context + 1 + (steps - 1) / 2))
         # A tool that runs beside the outputs of other segments may take no time of its own.
         if not goes_on or after.segment == place:
             seconds += turn.tool_seconds
     return seconds
 
 
-def _work(drawn: Sequence[Sequence[scripts.Script]], kinds: Kinds, having: Mapping[costs.CostModel, int]) -> Values:
+def _work(
+    script_groups: Sequence[Sequence[scripts.Script]], kinds: Kinds, having: Mapping[costs.CostModel, int]
+) -> Values:
     """Returns a lower bound on the seconds that each group's tokens take of all rollout devices together."""
     # For every turn: its group, tokens decoded, context when decoding begins, and tokens prefilled before it.
     rows = []
-    for index, scripts_of_group in enumerate(drawn):
+    for index, scripts_of_group in enumerate(script_groups):
         for script in scripts_of_group:
-            for turn, _, known, new, _ in script.outputs():
+            for turn, _, cached, new, _ in script.outputs():
                 fresh = max(1, new)
                 # Prefill samples the first token.
-                rows.append((index, turn.generated_tokens - 1, known + fresh, fresh))
+                rows.append((index, turn.generated_tokens - 1, cached + fresh, fresh))
     group, *measured = np.array(rows).T
     tokens, starts, new = (values.astype(float) for values in measured)
-    causal = np.bincount(group, weights=new * (starts - new / 2), minlength=len(drawn))
-    best: Values = np.zeros(len(drawn))
-    first, *others = having
-    for theta, phi, *tried in itertools.product(SHARES, SHARES, *([PRICES] * len(others))):
-        prices = {first: 1.0, **dict(zip(others, tried, strict=True))}
+    causal = np.bincount(group, weights=new * (starts - new / 2), minlength=len(script_groups))
+    best: Values = np.zeros(len(script_groups))
+    first, *other_models = having
+    for theta, phi, *tried in itertools.product(SHARES, SHARES, *([PRICES] * len(other_models))):
+        prices = {first: 1.0, **dict(zip(other_models, tried, strict=True))}
         shares = [
-            tuple(prices[model] * share for share in token_shares(model, degree, most, theta, phi))
-            for (model, degree), most in kinds.items()
+            tuple(prices[model] * share for share in token_shares(model, degree, slots, theta, phi))
+            for (model, degree), slots in kinds.items()
         ]
 
-        def least(context: Values, shares: Sequence[tuple[float, ...]] = shares) -> Values:
-            return np.min([fixed + each * context for fixed, _, each in shares], axis=0)
+        def min_seconds(context: Values, shares: Sequence[tuple[float, ...]] = shares) -> Values:
+            return np.min([fixed + per_token * context for fixed, _, per_token in shares], axis=0)
 
         # A minimum of lines is concave, so the mean of its ends is at most its mean over the turn.
-        seconds = tokens * (least(starts) + least(starts + tokens)) / 2 + new * min(prefill for _, prefill, _ in shares)
-        total: Values = np.bincount(group, weights=seconds, minlength=len(drawn)).astype(np.float64)
+        seconds = tokens * (min_seconds(starts) + min_seconds(starts + tokens)) / 2 + new * min(
+            prefill for _, prefill, _ in shares
+        )
+        total: Values = np.bincount(group, weights=seconds, minlength=len(script_groups)).astype(np.float64)
         total += causal * min(prices[model] * model.attention_seconds(1, 1, 0) * 2 for model in having)
         total /= sum(prices[model] * count for model, count in having.items())
         if total.sum() > best.sum():

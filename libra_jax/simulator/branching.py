@@ -70,7 +70,7 @@ class _Rollout:
     ) -> None:
         self._rollout, self._world, self._tokenizer = rollout, world, tokenizer
         self._sampler, self._limits = sampler, limits
-        self._begun: dict[int, counted.Counted] = {}
+        self._segments: dict[int, counted.Counted] = {}
         self._tools: dict[int, asyncio.Task[_Answer]] = {}  # by segment
         self._owed: dict[int, int] = {}  # tokens of the last return, which the segment has not shown yet
 
@@ -80,7 +80,7 @@ class _Rollout:
         messages = await self._world.reset()
         prompt = self._tokenizer.render(messages, first=True, generation_prompt=True)
         rollout.append_text(prompt, protocols.TokenSource.PROMPT)
-        self._begun[0] = rollout
+        self._segments[0] = rollout
         outputs = list(rollout.script.outputs())
         for index, output in enumerate(outputs):
             if index >= self._limits.max_turns:
@@ -88,8 +88,8 @@ class _Rollout:
             place = output.segment
             if place in self._tools:
                 await self._returned(place, await self._tools.pop(place))
-            segment, began = self._segment(place), loop.time()
-            finish = await self._sample(segment, began)
+            segment, start_time = self._segment(place), loop.time()
+            finish = await self._sample(segment, start_time)
             await self._sampler.tool_called(segment)
             if finish is not None:
                 return self._finish(finish, 0.0)
@@ -115,20 +115,20 @@ class _Rollout:
 
     def _segment(self, place: int) -> counted.Counted:
         """Returns the script's segment of this number; begins it, and first the one that it begins with."""
-        made = self._begun.get(place)
-        if made is not None:
-            return made
+        segment = self._segments.get(place)
+        if segment is not None:
+            return segment
         script = self._rollout.script.segments[place - 1]
         parent = None if script.parent is None else self._segment(script.parent)
         # The child may begin with a return that its parent never answers.
         if parent is not None and script.parent in self._owed and script.shared_tokens > parent.context_tokens:
             self._show(parent, self._owed.pop(script.parent))
-        made = self._begun[place] = self._rollout.begin(place, parent, script.shared_tokens)
-        own = counted.Runs([(counted.TEXT, script.prompt_tokens)])
-        made.append_text(own, protocols.TokenSource.PROMPT)
-        return made
+        segment = self._segments[place] = self._rollout.begin(place, parent, script.shared_tokens)
+        prompt = counted.Runs([(counted.TEXT, script.prompt_tokens)])
+        segment.append_text(prompt, protocols.TokenSource.PROMPT)
+        return segment
 
-    async def _sample(self, segment: counted.Counted, began: float) -> str | None:
+    async def _sample(self, segment: counted.Counted, start_time: float) -> str | None:
         """Samples an output. Returns None if it is complete, or else the limit that it met."""
         limits, before = self._limits, segment.generated_tokens
         room = min(limits.max_tokens, limits.max_context - segment.context_tokens)
@@ -140,7 +140,7 @@ class _Rollout:
             return "max_context"
         sampling = protocols.SamplingParams(limits.temperature, room, (counted.STOP,))
         reason = await self._sampler.sample(segment, sampling)
-        segment.turns.append(protocols.Turn(segment.generated_tokens - before, start_seconds=began))
+        segment.turns.append(protocols.Turn(segment.generated_tokens - before, start_seconds=start_time))
         if reason == "stop":
             return None
         if segment.context_tokens >= limits.max_context:
@@ -150,10 +150,10 @@ class _Rollout:
         return "length"
 
     async def _step(self) -> _Answer:
-        began = asyncio.get_running_loop().time()
+        start_time = asyncio.get_running_loop().time()
         # By the rollout's name, as `CountedText` decodes an output.
         result = await self._world.step(self._rollout.trajectory_id)
-        return _Answer(result, asyncio.get_running_loop().time() - began)
+        return _Answer(result, asyncio.get_running_loop().time() - start_time)
 
     def _record(self, segment: counted.Counted, answer: _Answer) -> int:
         """Records the tool that the last output called, in its turn. Returns the tokens of the return."""
@@ -163,8 +163,8 @@ class _Rollout:
             turn.tool, turn.status = returned.tool, returned.status
             turn.call, turn.error = returned.call, returned.error
             turn.tool_seconds = returned.seconds or answer.seconds
-        said = [protocols.Message("tool", returned.content) for returned in result.tool_returns]
-        return len(self._tokenizer.render([*said, *result.messages], first=False, generation_prompt=True))
+        messages = [protocols.Message("tool", returned.content) for returned in result.tool_returns]
+        return len(self._tokenizer.render([*messages, *result.messages], first=False, generation_prompt=True))
 
     def _show(self, segment: counted.Counted, tokens: int) -> None:
         segment.turns[-1].payload_tokens = tokens
@@ -172,7 +172,7 @@ class _Rollout:
 
     async def _returned(self, place: int, answer: _Answer) -> None:
         """Shows a tool's return to its segment, which goes on."""
-        segment = self._begun[place]
+        segment = self._segments[place]
         tokens = self._record(segment, answer)
         self._show(segment, tokens)
         turn = segment.turns[-1]

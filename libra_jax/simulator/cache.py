@@ -36,15 +36,15 @@ class Held:
 
     def prefix(self, request: requests.Request) -> int:
         """Returns the tokens at the beginning of a request's context whose keys and values the instance holds."""
-        held = min(self._prefixes.get(request.key, 0), request.length)
+        cached_tokens = min(self._prefixes.get(request.key, 0), request.length)
         segment, shared = request.segment, request.length
         # What the segments before it left here serves as far as it is shared. Their own entries stay.
         while segment.parent is not None:
             shared, segment = min(shared, segment.shared), segment.parent
             if segment.key in self._prefixes:
                 self._prefixes.move_to_end(segment.key)
-                held = max(held, min(self._prefixes[segment.key], shared))
-        return held
+                cached_tokens = max(cached_tokens, min(self._prefixes[segment.key], shared))
+        return cached_tokens
 
     def evict(self, room: int) -> None:
         """Drops prefixes, least recently used first, until they fit into `room` tokens."""

@@ -78,8 +78,10 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
         run = dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, max_remaining_tokens=bounds))
     # Making each scheduler checks its settings.
     for policy in policies:
-        given = with_policy(run, policy)
-        _scheduler(given, request_costs.SchedulingCosts(given.simulation.cost_model(run.model.lora)), lambda request: 0)
+        variant = with_policy(run, policy)
+        _scheduler(
+            variant, request_costs.SchedulingCosts(variant.simulation.cost_model(run.model.lora)), lambda request: 0
+        )
     # A trace sets the steps: those in which each of its prompts is replayed `passes` times, the last step in part.
     if isinstance(work, traces.Replay) and run.workload.passes:
         steps = -(-len(work.prompts) * run.workload.passes // run.coordinator.groups_per_step)
@@ -218,11 +220,11 @@ def compare(
     seeded = [dataclasses.replace(run, seed=seed) for seed in seeds]
     runs = [(with_policy(one, policy), policy) for policy in policies for one in seeded]
     entries = []
-    for number, made in enumerate(_each(_named_entry, runs, jobs), start=1):
-        entries.append(made)
+    for number, policy_entry in enumerate(_each(_named_entry, runs, jobs), start=1):
+        entries.append(policy_entry)
         progress(
-            f"[{number}/{len(runs)}] {made['policy']}, seed {made['seed']}: "
-            f"{made['step_seconds']['mean']:.1f} s a step (simulated in {made['wall_seconds']:.1f} s)"
+            f"[{number}/{len(runs)}] {policy_entry['policy']}, seed {policy_entry['seed']}: "
+            f"{policy_entry['step_seconds']['mean']:.1f} s a step (simulated in {policy_entry['wall_seconds']:.1f} s)"
         )
     # Once a seed, since a bound holds for every policy.
     bounds = list(_each(bound_seconds, seeded, jobs))
@@ -274,18 +276,18 @@ def swapped(reference: Sequence[str], order: Sequence[str]) -> list[tuple[str, s
 
 
 def _scheduler(
-    run: settings.SimulatedRun, given: request_costs.SchedulingCosts, remaining: known_lengths.Remaining
+    run: settings.SimulatedRun, true_costs: request_costs.SchedulingCosts, remaining: known_lengths.Remaining
 ) -> Any:
     kinds = run.rollout.kinds
     believed: request_costs.SchedulingCosts | None = None  # takes the costs of the config
     match run.simulation.scheduler_costs:
         case "exact":
-            believed = given
+            believed = true_costs
         case "alike":
-            believed = dataclasses.replace(given, models_by_accelerator={})
-    made = registry.create(run.scheduler, costs=believed, remaining=remaining, seed=run.seed, kinds=kinds)
-    checkpoints.teach(made, run.scheduler.learnt_from)
-    return made
+            believed = dataclasses.replace(true_costs, models_by_accelerator={})
+    scheduler = registry.create(run.scheduler, costs=believed, remaining=remaining, seed=run.seed, kinds=kinds)
+    checkpoints.teach(scheduler, run.scheduler.learnt_from)
+    return scheduler
 
 
 def _each(function: Callable[[Any], Any], arguments: Sequence[Any], jobs: int) -> Iterator[Any]:
@@ -369,7 +371,7 @@ class Subject:
     lengths: workloads.Summary
 
     @classmethod
-    def of_run(cls, run: settings.SimulatedRun) -> Subject:
+    def from_run(cls, run: settings.SimulatedRun) -> Subject:
         """Returns the subject of a run that `prepare` has checked."""
         tasks = run.steps * run.coordinator.groups_per_step
         sampled, samples = range(0, tasks, max(1, tasks // TASKS)), range(min(SAMPLES, run.coordinator.group_size))

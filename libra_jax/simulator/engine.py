@@ -282,24 +282,24 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         # Tokens that the last engine sampled and did not stream belong to this request now.
         spans, segment.unstreamed = segment.unstreamed, []
         already = sum(count for _, count in spans)
-        made = requests.Request(
+        arrival = requests.Request(
             name=request.request_id,
             segment=segment,
             number=self._arrivals,
             length=len(context) + already,
             fresh=0 if already else context.fresh,
-            left=min(scripted, limit) - already,
+            remaining_tokens=min(scripted, limit) - already,
             reason="stop" if scripted <= limit else "length",
             spans=spans,
         )
         self._arrivals += 1
         # Nothing is left to sample: its last engine had sampled it all, or a limit is reached. Only the end is missing.
-        if made.left <= 0:
-            self._stream(made)
-            return made
-        self._waiting.append(made)
+        if arrival.remaining_tokens <= 0:
+            self._stream(arrival)
+            return arrival
+        self._waiting.append(arrival)
         self._plan_admission()
-        return made
+        return arrival
 
 
 class Fleet:
@@ -317,9 +317,9 @@ class Fleet:
         model: costs.Costs,
         warm_seconds: float = 0.0,
         store: offload.Store | None = None,
-        others: Mapping[str, costs.CostModel] | None = None,
+        models_by_accelerator: Mapping[str, costs.CostModel] | None = None,
     ) -> None:
-        self._others = others or {}
+        self._models_by_accelerator = models_by_accelerator or {}
         self._warm_seconds = warm_seconds
         self._config = config
         self._model = model
@@ -330,15 +330,15 @@ class Fleet:
         self.degrees: list[int] = []
 
     def spec(
-        self, number: int, degree: int, others: Sequence[protocols.ActorSpec] | None = None
+        self, number: int, degree: int, running_specs: Sequence[protocols.ActorSpec] | None = None
     ) -> protocols.ActorSpec:
         """Returns the spec of an instance; its slots are those of the config's instance, or of its degree.
 
         Args:
           number: number of the instance.
           degree: its tensor-parallel degree.
-          others: the instances beside which a plan adds this one, whose start then takes time; None if the layout has
-            it from the beginning.
+          running_specs: the instances beside which a plan adds this one, whose start then takes time; None if the
+            layout has it from the beginning.
         """
         rollout, at_first = self._config.rollout, number < len(self._slots)
         # Kept here by number: restarts make the engine again from this spec, and go on counting.
@@ -351,11 +351,11 @@ class Fleet:
             "slots": self._slots[number] if at_first else self._by_degree.get(degree, rollout.slots),
             "max_context": rollout.max_context,
             "stream_interval": rollout.stream_interval,
-            "model": self._others.get(accelerator, self._model),
+            "model": self._models_by_accelerator.get(accelerator, self._model),
             "accelerator": accelerator,
             "counters": self.counters[-1],
             "store": self._store,
-            "start_seconds": 0.0 if others is None else self._config.planner.start_seconds,
+            "start_seconds": 0.0 if running_specs is None else self._config.planner.start_seconds,
             "wake_seconds": self._config.planner.start_seconds,
         }
         return protocols.ActorSpec(f"engine-{number}", "libra_jax.simulator.engine:Engine", arguments)

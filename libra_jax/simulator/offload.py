@@ -72,23 +72,25 @@ class Store:
 
     def find(self, key: Key, policy_version: int) -> Kept | None:
         """Returns the kept context of a segment; None if there is none that this version computed."""
-        kept = self._kept.get(key)
-        return kept if kept is not None and kept.policy_version == policy_version else None
+        entry = self._kept.get(key)
+        return entry if entry is not None and entry.policy_version == policy_version else None
 
-    def longest(self, segment: trajectory.Counted, length: int, policy_version: int, held: int) -> tuple[str, int]:
+    def longest(
+        self, segment: trajectory.Counted, length: int, policy_version: int, cached_tokens: int
+    ) -> tuple[str, int]:
         """Returns where the longest beginning of a segment's context is kept, and its tokens.
 
         Args:
           segment: the segment; the contexts of its parents serve as far as it shares them.
           length: tokens of its context.
           policy_version: version of the weights that must have computed it.
-          held: tokens that its instance holds; if nothing longer is kept, the returned name is empty.
+          cached_tokens: tokens that its instance holds; if nothing longer is kept, the returned name is empty.
         """
-        source, tokens = "", held
+        source, tokens = "", cached_tokens
         while True:
-            kept = self.find(segment.key, policy_version)
-            if kept is not None and min(kept.tokens, length) > tokens:
-                source, tokens = kept.instance, min(kept.tokens, length)
+            entry = self.find(segment.key, policy_version)
+            if entry is not None and min(entry.tokens, length) > tokens:
+                source, tokens = entry.instance, min(entry.tokens, length)
             if segment.parent is None:
                 return source, tokens
             length, segment = min(length, segment.shared), segment.parent

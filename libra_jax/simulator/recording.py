@@ -158,8 +158,8 @@ def read(workdir: Path) -> Recording:
     played = [script for _, script in traces.read(workdir / trace.TRACE_FILE)]
     groups = _groups(workdir / trace.TRACE_FILE, records, played, config)
     spans = list(timeline.read(workdir / timeline.TIMELINE_FILE))
-    found = calibration.read_streams(spans, records)
-    if not found:
+    streams = calibration.read_streams(spans, records)
+    if not streams:
         raise protocols.DataError(
             f"{workdir / timeline.TIMELINE_FILE}: no stream of tokens is in it; a run writes one, so take the file "
             "over with the others of its workdir"
@@ -178,7 +178,7 @@ def read(workdir: Path) -> Recording:
             dataclasses.replace(stream, usable=False)
             if any(update.start < stream.end and stream.start < update.end for update in updates)
             else stream
-            for stream in found
+            for stream in streams
         ),
         loads=tuple((span.end, span.end - span.start) for span in updates),
         ends=_ends(workdir / timeline.TIMELINE_FILE, spans, config),
@@ -201,26 +201,27 @@ def _config(path: Path) -> configuration.RunConfig:
 def _numbers(path: Path, config: configuration.RunConfig) -> dict[int, Parts]:
     """Returns each step's seconds."""
     table = metrics.read(path)
-    taken = [number for number in table if number > 0]
-    if not taken:
+    step_numbers = [number for number in table if number > 0]
+    if not step_numbers:
         raise protocols.DataError(f"{path}: holds no training step; give the --workdir of a finished run")
-    if taken != list(range(1, config.steps + 1)):
+    if step_numbers != list(range(1, config.steps + 1)):
         raise protocols.DataError(
-            f"{path}: {len(taken)} of the run's {config.steps} steps are recorded; let it finish, with the same command"
+            f"{path}: {len(step_numbers)} of the run's {config.steps} steps are recorded; let it finish, with the same "
+            "command"
         )
     if config.steps < LEAST_STEPS:
         raise protocols.DataError(
             f"{path}: {config.steps} steps are too few, as half of them calibrate and the others are predicted; "
             f"record at least {LEAST_STEPS} (--config.steps)"
         )
-    replaced = sum(table[number].get("groups/replaced", 0.0) for number in taken)
+    replaced = sum(table[number].get("groups/replaced", 0.0) for number in step_numbers)
     if replaced:
         raise protocols.DataError(
             f"{path}: {replaced:.0f} groups were replaced, and what they took of the machines is in no trace; record a "
             "run without (coordinator.stale=wait, algorithm.filter=none)"
         )
     parts = {}
-    for number in taken:
+    for number in step_numbers:
         scalars, names = table[number], ("rollout/seconds", "train/seconds", "sync/seconds", "step/seconds")
         for name in names:
             if not math.isfinite(scalars.get(name, math.nan)):

@@ -38,7 +38,7 @@ def bars_height(names: Sequence[str]) -> float:
 
 
 @contextlib.contextmanager
-def drawn(path: Path, height: float, title: Sequence[str], rows: Sequence[float] = (1.0,)) -> Iterator[Any]:
+def picture_axes(path: Path, height: float, title: Sequence[str], rows: Sequence[float] = (1.0,)) -> Iterator[Any]:
     """Yields the axes of a picture (one below the other if there are several), and writes the file at the end.
 
     Args:
@@ -74,9 +74,11 @@ def short(names: Sequence[str]) -> list[str]:
     words = [name.split() for name in names]
     shared = 0
     # At least one word of each name must stay.
-    while len(names) > 1 and all(len(each) > shared + 1 and each[shared] == words[0][shared] for each in words):
+    while len(names) > 1 and all(
+        len(name_words) > shared + 1 and name_words[shared] == words[0][shared] for name_words in words
+    ):
         shared += 1
-    plain = [" ".join(each[shared:]) for each in words]
+    plain = [" ".join(name_words[shared:]) for name_words in words]
     return ["\n".join(textwrap.wrap(name, LABEL)) for name in plain]
 
 
@@ -97,11 +99,11 @@ def bars(axes: Any, names: Sequence[str], means: Sequence[float], spreads: Seque
     axes.set_ylim(len(names) - 0.4, -0.6)
     # Figures stand beyond the spread, so the axis needs its ends and not only the means.
     ends = [mean + sign * spread for mean, spread in zip(means, spreads, strict=True) for sign in (-1, 1)]
-    least, most = min(0.0, *ends), max(0.0, *ends)
+    low, high = min(0.0, *ends), max(0.0, *ends)
     for place, mean, spread in zip(places, means, spreads, strict=True):
         axes.annotate(format_.format(mean), (mean + spread, place), (5, 0), textcoords="offset points", va="center")
-    room = 0.25 * (most - least) or 1.0  # for the figures to the right of the longest bar
-    axes.set_xlim(least, most + room)
+    room = 0.25 * (high - low) or 1.0  # for the figures to the right of the longest bar
+    axes.set_xlim(low, high + room)
 
 
 Entry = Mapping[str, Any]
@@ -162,8 +164,8 @@ def to_json(
     """
     # In one order of keys, so that two outputs can be compared line by line.
     ordered = [{key: entry[key] for key in KEYS} for entry in entries]
-    written = {"for": subject, "policies": ordered, "bound_seconds": bound_seconds, "config": config}
-    return json.dumps(written, indent=2) + "\n"
+    content = {"for": subject, "policies": ordered, "bound_seconds": bound_seconds, "config": config}
+    return json.dumps(content, indent=2) + "\n"
 
 
 def table(entries: Sequence[Entry], bound_seconds: float) -> str:
@@ -218,12 +220,12 @@ def table(entries: Sequence[Entry], bound_seconds: float) -> str:
     return "\n".join([*aligned(rows), bound, legend, *replaced])
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Returns rows of texts as aligned lines, the first `left` columns flush left and the others flush right."""
+def aligned(rows: Sequence[Sequence[str]], left_columns: int = 1) -> list[str]:
+    """Returns rows of texts as aligned lines, the first `left_columns` flush left and the others flush right."""
     columns = []
     for at, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
-        columns.append([cell.ljust(width) if at < left else cell.rjust(width) for cell in column])
+        columns.append([cell.ljust(width) if at < left_columns else cell.rjust(width) for cell in column])
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
@@ -238,7 +240,7 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
     """
     names = policies(entries)
     seeds = len({entry["seed"] for entry in entries})
-    with drawn(path, 0.2 + bars_height(names), title) as axes:
+    with picture_axes(path, 0.2 + bars_height(names), title) as axes:
         means = [statistics.fmean(step_seconds(entries, name)) for name in names]
         bars(axes, names, means, [spread(step_seconds(entries, name)) for name in names], "{:.0f}")
         label = f"bound: no policy takes less than {bound_seconds:.0f} s"

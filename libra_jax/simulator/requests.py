@@ -44,7 +44,7 @@ class Request:
     number: int
     length: int
     fresh: int
-    left: int
+    remaining_tokens: int
     reason: protocols.FinishReason
     spans: list[tuple[int, int]]
     state: Literal["waiting", "fetching", "prefilling", "decoding", "gone"] = "waiting"

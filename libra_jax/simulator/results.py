@@ -114,7 +114,7 @@ class TraceRecorder(StepRecorder):
         self.trace.append(record)
 
 
-def of_run(
+def from_run(
     config: configuration.RunConfig,
     summary: coordinator.RunSummary,
     recorder: StepRecorder,
@@ -164,7 +164,7 @@ def of_run(
         trained_trajectories=len(log.trained),
         trained_tokens_mean=statistics.fmean(step["tokens/mean"] for step in steps),
         replaced_trajectories=replaced,
-        lost_trajectories=book.made - len(log.trained) - replaced,
+        lost_trajectories=book.trajectory_count - len(log.trained) - replaced,
         duplicated_trajectories=sum(count > 1 for count in log.trained.values()),
         steps=tuple(steps),
         decisions=tuple(recorder.decisions),

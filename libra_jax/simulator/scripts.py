@@ -37,14 +37,14 @@ class Output(NamedTuple):
     Attributes:
       turn: the output, and the tool return after it.
       segment: number of its segment.
-      known: tokens of the context that had been computed before: earlier ones of the segment, or shared ones.
+      cached: tokens of the context that had been computed before: earlier ones of the segment, or shared ones.
       fresh: tokens of the context after those.
       goes_on: whether the segment has a later output, and so the tool return is shown.
     """
 
     turn: protocols.Turn
     segment: int
-    known: int
+    cached: int
     fresh: int
     goes_on: bool
 
@@ -76,11 +76,11 @@ class Script:
         owed: dict[int, int] = {0: self.prompt_tokens}  # tokens that the next output of the segment sees first
         for index, (turn, place) in enumerate(zip(self.turns, places, strict=True)):
             if place and place not in lengths:
-                begun = self.segments[place - 1]
-                lengths[place], owed[place] = begun.shared_tokens, begun.prompt_tokens
-            known, fresh = lengths.get(place, 0), owed[place]
-            yield Output(turn, place, known, fresh, index < last[place])
-            lengths[place] = known + fresh + max(1, turn.generated_tokens)
+                segment = self.segments[place - 1]
+                lengths[place], owed[place] = segment.shared_tokens, segment.prompt_tokens
+            cached, fresh = lengths.get(place, 0), owed[place]
+            yield Output(turn, place, cached, fresh, index < last[place])
+            lengths[place] = cached + fresh + max(1, turn.generated_tokens)
             owed[place] = turn.payload_tokens
 
     def lengths(self) -> dict[int, int]:
@@ -98,7 +98,7 @@ class Script:
     @property
     def context_tokens(self) -> int:
         """Tokens of the longest context, without a last turn's tool return, which is never shown."""
-        return max(each.known + each.fresh + max(1, each.turn.generated_tokens) for each in self.outputs())
+        return max(output.cached + output.fresh + max(1, output.turn.generated_tokens) for output in self.outputs())
 
     @property
     def own_tokens(self) -> int:
@@ -106,7 +106,7 @@ class Script:
 
         Equal to `context_tokens` if there is one segment.
         """
-        return sum(each.fresh + max(1, each.turn.generated_tokens) for each in self.outputs())
+        return sum(output.fresh + max(1, output.turn.generated_tokens) for output in self.outputs())
 
 
 class Workload(Protocol):
@@ -201,62 +201,62 @@ class Wanted:
     prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least, most in (
+        for name, value, minimum, maximum in (
             ("generated_tokens", self.generated, 1, MOST_TOKENS),
             ("turns", self.turns, 1, MOST_TURNS),
             ("payload_tokens", self.payload_tokens, 0, MOST_TOKENS),
             ("prompt_tokens", self.prompt_tokens, 1, MOST_TOKENS),
         ):
-            number = value if isinstance(value, int | float) else least
-            if not least <= number <= most:
-                raise protocols.ConfigError(f"--{name}: {number:g} is out of range; give {least} to {most:,}")
+            number = value if isinstance(value, int | float) else minimum
+            if not minimum <= number <= maximum:
+                raise protocols.ConfigError(f"--{name}: {number:g} is out of range; give {minimum} to {maximum:,}")
 
     def __bool__(self) -> bool:
         return any(getattr(self, item.name) is not None for item in dataclasses.fields(self))
 
 
-def reshaped(drawn: Sequence[Script], wanted: Wanted) -> list[Script]:
-    """Returns the rollouts, in the same order, with the lengths of `wanted`; the longest stays the longest.
+def reshaped(rollouts: Sequence[Script], targets: Wanted) -> list[Script]:
+    """Returns the rollouts, in the same order, with the lengths of `targets`; the longest stays the longest.
 
     Raises:
       ConfigError: a payload is requested but no tool is called, or turns are requested and the payload is unknown.
     """
     # The last turn's return is never shown, so it counts for nothing.
-    calls = [turn for script in drawn for turn in script.turns[:-1]]
-    if wanted.payload_tokens is not None and wanted.turns in (None, 1) and (wanted.turns or not calls):
+    calls = [turn for script in rollouts for turn in script.turns[:-1]]
+    if targets.payload_tokens is not None and targets.turns in (None, 1) and (targets.turns or not calls):
         raise protocols.ConfigError(
             "--payload_tokens: the rollouts have one turn, and a tool returns only between two; give --turns=2 or more"
         )
-    if (wanted.turns or 1) > 1 and wanted.payload_tokens is None and not calls:
+    if (targets.turns or 1) > 1 and targets.payload_tokens is None and not calls:
         raise protocols.ConfigError(
             "--turns: what a tool returns between them is not known, as no rollout calls one; give --payload_tokens"
         )
-    shaped = list(drawn)
-    if wanted.turns is not None:
+    shaped = list(rollouts)
+    if targets.turns is not None:
         # Equal turns, with the mean tool call of all rollouts between them.
         seconds = statistics.fmean(turn.tool_seconds for turn in calls) if calls else CALL_SECONDS
         payload = round(statistics.fmean(turn.payload_tokens for turn in calls)) if calls else 0
         for at, one in enumerate(shaped):
-            each, before = max(1, one.generated_tokens // wanted.turns), wanted.turns - 1
-            call = protocols.Turn(each, "tool", "success", payload, seconds)
-            last = protocols.Turn(max(1, one.generated_tokens - before * each))
+            turn_tokens, before = max(1, one.generated_tokens // targets.turns), targets.turns - 1
+            call = protocols.Turn(turn_tokens, "tool", "success", payload, seconds)
+            last = protocols.Turn(max(1, one.generated_tokens - before * turn_tokens))
             shaped[at] = dataclasses.replace(one, turns=(*[call] * before, last))
-    if wanted.payload_tokens is not None:
+    if targets.payload_tokens is not None:
         for at, one in enumerate(shaped):
-            returns = (dataclasses.replace(turn, payload_tokens=wanted.payload_tokens) for turn in one.turns[:-1])
+            returns = (dataclasses.replace(turn, payload_tokens=targets.payload_tokens) for turn in one.turns[:-1])
             shaped[at] = dataclasses.replace(one, turns=(*returns, one.turns[-1]))
-    if wanted.prompt_tokens is not None:
-        shaped = [dataclasses.replace(one, prompt_tokens=wanted.prompt_tokens) for one in shaped]
+    if targets.prompt_tokens is not None:
+        shaped = [dataclasses.replace(one, prompt_tokens=targets.prompt_tokens) for one in shaped]
     # Last, because the turns above keep each rollout's total and this step sets it.
-    if wanted.generated is not None:
+    if targets.generated is not None:
         totals = [one.generated_tokens for one in shaped]
-        if isinstance(wanted.generated, LogNormal):
+        if isinstance(targets.generated, LogNormal):
             # By rank, so that the longest stays the longest and a policy finds the same rollouts hard.
             ranks = sorted(range(len(shaped)), key=totals.__getitem__)
-            by_rank = dict(zip(ranks, wanted.generated.sample(len(shaped)), strict=True))
+            by_rank = dict(zip(ranks, targets.generated.sample(len(shaped)), strict=True))
             lengths = [by_rank[index] for index in range(len(shaped))]
         else:
-            factor = wanted.generated / statistics.fmean(totals)
+            factor = targets.generated / statistics.fmean(totals)
             lengths = [max(1, round(factor * total)) for total in totals]
         shaped = [
             dataclasses.replace(one, turns=_long(one.turns, tokens))
@@ -268,12 +268,12 @@ def reshaped(drawn: Sequence[Script], wanted: Wanted) -> list[Script]:
 def cut(script: Script, max_context: int) -> Script:
     """Returns the script up to where a context is full, as a run with this `rollout.max_context` would end it."""
     turns: list[protocols.Turn] = []
-    for each in script.outputs():
-        room = max_context - each.known - each.fresh
-        if each.turn.generated_tokens > room:
+    for output in script.outputs():
+        room = max_context - output.cached - output.fresh
+        if output.turn.generated_tokens > room:
             turns += [protocols.Turn(room)] if room > 0 else []
             break
-        turns.append(each.turn)
+        turns.append(output.turn)
     else:
         return script
     prompt = min(script.prompt_tokens, max_context - 1)
@@ -287,13 +287,13 @@ def _long(turns: Sequence[protocols.Turn], tokens: int) -> tuple[protocols.Turn,
     """Returns the same turns with `tokens` generated tokens; if there are more turns than tokens, drops the first
     turns."""
     # A turn has at least one token. The last turns are kept, since the answer is among them.
-    kept, before = turns[-tokens:], 0
-    total = sum(max(1, turn.generated_tokens) for turn in kept)
-    made, seen = [], 0
-    for number, turn in enumerate(kept, start=1):
-        seen += max(1, turn.generated_tokens)
+    last_turns, before = turns[-tokens:], 0
+    total = sum(max(1, turn.generated_tokens) for turn in last_turns)
+    result, running_total = [], 0
+    for number, turn in enumerate(last_turns, start=1):
+        running_total += max(1, turn.generated_tokens)
         # Rounds the running total, so that the parts add up, and leaves a token for each later turn.
-        until = min(max(before + 1, round(tokens * seen / total)), tokens - (len(kept) - number))
-        made.append(dataclasses.replace(turn, generated_tokens=until - before))
+        until = min(max(before + 1, round(tokens * running_total / total)), tokens - (len(last_turns) - number))
+        result.append(dataclasses.replace(turn, generated_tokens=until - before))
         before = until
-    return tuple(made)
+    return tuple(result)

@@ -40,7 +40,7 @@ def read(path: Path) -> list[tuple[str, scripts.Script]]:
         file and line.
     """
     # The moves of the recorded run are no part of the work: the simulated scheduler decides on its own.
-    known = {item.name for item in dataclasses.fields(protocols.Turn)} - {"moves"}
+    turn_fields = {item.name for item in dataclasses.fields(protocols.Turn)} - {"moves"}
     rows = []
     for number, record in enumerate(trace.read(path), start=1):
         if not any(turn["generated_tokens"] for turn in record["turns"]):
@@ -48,7 +48,8 @@ def read(path: Path) -> list[tuple[str, scripts.Script]]:
                 f"{path}, trajectory {number} ({record['trajectory_id']}): no turn generates a token; remove the line"
             )
         turns = tuple(
-            protocols.Turn(**{name: value for name, value in turn.items() if name in known}) for turn in record["turns"]
+            protocols.Turn(**{name: value for name, value in turn.items() if name in turn_fields})
+            for turn in record["turns"]
         )
         # Other ends, such as an answer, follow from the script; a limit of the recorded run would not.
         finish = record.get("finish")
@@ -134,23 +135,23 @@ def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.
     factor = math.exp(sigma * rng.gauss(0.0, 1.0) - sigma**2 / 2.0)  # of mean 1
     turn_factor, token_factor = factor**TURN_SHARE, factor ** (1.0 - TURN_SHARE)
     *before, last = zip(script.turns, script.places or (0,) * len(script.turns), strict=True)
-    wanted = max(0, round(len(script.turns) * turn_factor) - 1)
+    turn_count = max(0, round(len(script.turns) * turn_factor) - 1)
     turns: list[tuple[protocols.Turn, int]] = []
-    if wanted <= len(before):
-        turns = [before[index] for index in sorted(rng.sample(range(len(before)), wanted))] if before else []
+    if turn_count <= len(before):
+        turns = [before[index] for index in sorted(rng.sample(range(len(before)), turn_count))] if before else []
     elif before:
         # Too few turns: some are repeated, and half of the repeats fail.
         again = [0] * len(before)
-        for _ in range(wanted - len(before)):
+        for _ in range(turn_count - len(before)):
             again[rng.randrange(len(before))] += 1
         for (turn, place), times in zip(before, again, strict=True):
             turns.append((turn, place))
             for _ in range(times):
                 failed = turn.tool is not None and rng.random() < 0.5
                 turns.append((dataclasses.replace(turn, status="failure") if failed else turn, place))
-    varied, each = [], sigma * TURN_SIGMA
+    varied, turn_sigma = [], sigma * TURN_SIGMA
     for turn, place in (*turns, last):
-        jitter = math.exp(each * rng.gauss(0.0, 1.0) - each**2 / 2.0)
+        jitter = math.exp(turn_sigma * rng.gauss(0.0, 1.0) - turn_sigma**2 / 2.0)
         generated = max(1, round(turn.generated_tokens * token_factor * jitter))
         seconds = round(turn.tool_seconds * jitter, 6)
         varied.append((dataclasses.replace(turn, generated_tokens=generated, tool_seconds=seconds), place))
@@ -164,9 +165,9 @@ def _fitting(script: scripts.Script, turns: Sequence[tuple[protocols.Turn, int]]
     than its parent has left.
     """
     *before, (last, place_of_last) = turns
-    begun: dict[int, scripts.Segment] = {}
+    segments_by_place: dict[int, scripts.Segment] = {}
     contexts = {0: script.prompt_tokens}
-    kept: list[tuple[protocols.Turn, int]] = []
+    fitting_turns: list[tuple[protocols.Turn, int]] = []
     full: set[int] = set()
 
     def begin(place: int) -> None:
@@ -178,9 +179,9 @@ def _fitting(script: scripts.Script, turns: Sequence[tuple[protocols.Turn, int]]
             begin(segment.parent)
             shared = min(segment.shared_tokens, contexts[segment.parent])
             # The tokens that its parent lost are its own now: the child begins with as long a context as before.
-            own = segment.prompt_tokens + segment.shared_tokens - shared
-            segment = dataclasses.replace(segment, shared_tokens=shared, prompt_tokens=own)
-        begun[place] = segment
+            prompt_tokens = segment.prompt_tokens + segment.shared_tokens - shared
+            segment = dataclasses.replace(segment, shared_tokens=shared, prompt_tokens=prompt_tokens)
+        segments_by_place[place] = segment
         contexts[place] = segment.shared_tokens + segment.prompt_tokens
 
     for turn, place in before:
@@ -191,21 +192,21 @@ def _fitting(script: scripts.Script, turns: Sequence[tuple[protocols.Turn, int]]
             full.add(place)
             continue
         contexts[place] = after
-        kept.append((turn, place))
+        fitting_turns.append((turn, place))
     begin(place_of_last)
-    kept.append((last, place_of_last))
+    fitting_turns.append((last, place_of_last))
     if not script.segments:
-        return scripts.Script(script.prompt_tokens, tuple(turn for turn, _ in kept))
+        return scripts.Script(script.prompt_tokens, tuple(turn for turn, _ in fitting_turns))
     # Segments are numbered by their place in the list, so those that never began leave no gap.
-    numbers = {0: 0, **{place: number for number, place in enumerate(sorted(begun), start=1)}}
+    numbers = {0: 0, **{place: number for number, place in enumerate(sorted(segments_by_place), start=1)}}
     segments = tuple(
-        dataclasses.replace(begun[place], parent=None if parent is None else numbers[parent])
-        for place in sorted(begun)
-        for parent in (begun[place].parent,)
+        dataclasses.replace(segments_by_place[place], parent=None if parent is None else numbers[parent])
+        for place in sorted(segments_by_place)
+        for parent in (segments_by_place[place].parent,)
     )
-    places = tuple(numbers[place] for _, place in kept)
+    places = tuple(numbers[place] for _, place in fitting_turns)
     return scripts.Script(
-        script.prompt_tokens, tuple(turn for turn, _ in kept), None, segments, places if segments else ()
+        script.prompt_tokens, tuple(turn for turn, _ in fitting_turns), None, segments, places if segments else ()
     )
 
 

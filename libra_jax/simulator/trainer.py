@@ -80,14 +80,14 @@ class Trainer:
     late_seconds: float = 1.0
     masks: training_side.Masks | None = None
     _begun: tuple[int, ...] = field(default=(), init=False)
-    _wanted: protocols.MeshSizes | None = field(default=None, init=False)
+    _target_sizes: protocols.MeshSizes | None = field(default=None, init=False)
     _version: int = field(default=0, init=False)
 
     async def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
         """Compiles beside training, which costs nothing here."""
         if self.mesh is None:
             raise protocols.ConfigError("config.simulation.train_mesh: a trainer without a mesh cannot change it")
-        self._wanted = sizes
+        self._target_sizes = sizes
         return protocols.ResizeEstimate(0, 0, 0)
 
     async def resize_progress(self) -> protocols.ResizeProgress:
@@ -97,16 +97,16 @@ class Trainer:
     async def finish_resize(self, seconds: float) -> protocols.ResizePhases:
         """Continues on the other mesh, once the state has moved."""
         assert self.mesh is not None
-        assert self._wanted is not None
-        took, wanted = self.mesh.resize_seconds, self._wanted
+        assert self._target_sizes is not None
+        took, sizes = self.mesh.resize_seconds, self._target_sizes
         await asyncio.sleep(took)
-        self.mesh = dataclasses.replace(self.mesh, sizes=(wanted.data, wanted.fsdp, wanted.tensor))
-        self.devices, self._wanted, self._begun = wanted.devices, None, ()
+        self.mesh = dataclasses.replace(self.mesh, sizes=(sizes.data, sizes.fsdp, sizes.tensor))
+        self.devices, self._target_sizes, self._begun = sizes.devices, None, ()
         return protocols.ResizePhases(0.0, 0.0, took, 0)
 
     async def cancel_resize(self) -> None:
         """Keeps the present mesh."""
-        self._wanted = None
+        self._target_sizes = None
 
     async def start(self) -> protocols.TrainerInfo:
         """Starts at version 0; forgets what a lost trainer was given, because no state contains it any more."""
@@ -129,25 +129,25 @@ class Trainer:
         self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
     ) -> Mapping[str, float]:
         """Takes one step's time and logs the batch. Computes late shares itself."""
-        begun = training_side.trained(batch.of(batch.begun), self.masks)
+        early_trajectories = training_side.trained(batch.of(batch.begun), self.masks)
         if self._begun != batch.begun:
-            await self._train([training_side.own_tokens(trajectory) for trajectory in begun], update=False)
+            await self._train([training_side.own_tokens(trajectory) for trajectory in early_trajectories], update=False)
         self._begun = ()
         trajectories = training_side.trained(batch.rest, self.masks)
         lengths = [training_side.own_tokens(trajectory) for trajectory in trajectories]
         core, parts = training_side.split(lengths, shares)
         computed = {"": list(core)}
         # The core's own part first, as in a real step: shares arrive meanwhile and are added at its end.
-        began = asyncio.get_running_loop().time()
+        start_time = asyncio.get_running_loop().time()
         await self._train([lengths[index] for index in core])
-        own = asyncio.get_running_loop().time() - began
+        core_seconds = asyncio.get_running_loop().time() - start_time
         counts = {"shares/of": float(len(lengths)), "shares/micro_batches": 0.0, "shares/late": 0.0}
         sent = [share for share in shares if parts[share.worker]]  # an empty share is never sent
-        taken = await self._collect(batch.policy_version, sent, own)
+        collected_parts = await self._collect(batch.policy_version, sent, core_seconds)
         if shares:
-            counts["shares/wait_seconds"] = asyncio.get_running_loop().time() - began - own
+            counts["shares/wait_seconds"] = asyncio.get_running_loop().time() - start_time - core_seconds
         for share in sent:
-            part = taken.get(share.worker)
+            part = collected_parts.get(share.worker)
             if part is not None:
                 counts["shares/micro_batches"] += training_side.counted(part, lengths)
                 computed[share.worker] = list(part)
@@ -160,11 +160,11 @@ class Trainer:
         names = [trajectory.trajectory_id for trajectory in trajectories]
         # Every step's rollouts by who computed them, so that tests can tell a gradient lost or taken twice.
         of_step = {who: [names[index] for index in part] for who, part in computed.items()}
-        of_step[""] += [trajectory.trajectory_id for trajectory in begun]
+        of_step[""] += [trajectory.trajectory_id for trajectory in early_trajectories]
         self.log.parts.append(of_step)
         for name in itertools.chain.from_iterable(self.log.parts[-1].values()):
             self.log.trained[name] = self.log.trained.get(name, 0) + 1
-        self.log.generated += sum(trajectory.sampled_tokens for trajectory in (*begun, *trajectories))
+        self.log.generated += sum(trajectory.sampled_tokens for trajectory in (*early_trajectories, *trajectories))
         self.log.staleness.extend(batch.policy_version - group.dispatch_version for group in batch.groups)
         self._version += 1
         return {"loss": 0.0, **(counts if shares else {})}
@@ -181,7 +181,7 @@ class Trainer:
         """Collects all shares that come in time, as `training.shares` does; returns the sequences of each."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max(self.late_seconds, self.late * own_seconds)
-        taken: dict[str, Sequence[int]] = {}
+        collected_parts: dict[str, Sequence[int]] = {}
         late = False
         for share in shares:
             now = loop.time()
@@ -193,8 +193,8 @@ class Trainer:
                 self.channels.close(share.worker)
                 late = True
             else:
-                taken[share.worker] = part
-        return taken
+                collected_parts[share.worker] = part
+        return collected_parts
 
     async def _train(self, lengths: Sequence[int], *, update: bool = True) -> None:
         # A step of masked rollouts only, or of shares only, has no work of its own and no fixed time either.

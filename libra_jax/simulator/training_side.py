@@ -46,26 +46,26 @@ class Channels:
         # A closed channel, or a newer membership generation, ends the wait at once.
         while self.listening.get(share.worker) == share.generation == self.connected.get(share.worker):
             if share.worker in self.sums:
-                *found, part = self.sums.pop(share.worker)
+                *key, part = self.sums.pop(share.worker)
                 # Late sums of an earlier step may lie here still: gradients of older weights.
-                if found == [share.generation, version]:
+                if key == [share.generation, version]:
                     return part
                 continue
             # One event for all workers, so that it tells only that something has changed, and the loop looks again.
             self.arrived.clear()
-            left = limit - loop.time()
-            if left <= 0:
+            remaining_seconds = limit - loop.time()
+            if remaining_seconds <= 0:
                 break
             try:
-                await asyncio.wait_for(self.arrived.wait(), left)
+                await asyncio.wait_for(self.arrived.wait(), remaining_seconds)
             except TimeoutError:
                 break
         return None
 
     def close(self, worker: str) -> None:
         """Closes a worker's channel and drops its content."""
-        for held in (self.listening, self.connected, self.sums):
-            held.pop(worker, None)
+        for table in (self.listening, self.connected, self.sums):
+            table.pop(worker, None)
         self.arrived.set()
 
 
@@ -208,7 +208,7 @@ class TrainingSide(protocols.TrainingSide):
     async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
         """Computes its share, if the share is not empty, and sends it; does not wait for the core trainer."""
         await self._called("contribute")
-        began = asyncio.get_running_loop().time()
+        start_time = asyncio.get_running_loop().time()
         if self._version != batch.policy_version:
             raise protocols.LibraError(f"the training side of {self.worker} holds version {self._version}")
         lengths = [own_tokens(trajectory) for trajectory in trained(batch.rest, self.masks)]
@@ -221,7 +221,7 @@ class TrainingSide(protocols.TrainingSide):
         sending = 2.0 * self.model.load_seconds(self.devices)
         await self._take(self.slowdown * (training + sending))
         self.channels.send(self.worker, self._generation, batch.policy_version, mine)
-        seconds = asyncio.get_running_loop().time() - began
+        seconds = asyncio.get_running_loop().time() - start_time
         return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self.model.sync_bytes}
 
     async def leave(self) -> None:

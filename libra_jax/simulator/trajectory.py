@@ -271,15 +271,15 @@ class Trajectory(Counted, protocols.Trajectory):
 
     def begin(self, place: int, parent: Counted | None, shared: int) -> Segment:
         """Begins the script's segment of this number, as `branch` does."""
-        made = Segment(self, self._lengths(place))
-        made.parent, made.shared = parent, shared
+        segment = Segment(self, self._lengths(place))
+        segment.parent, segment.shared = parent, shared
         # As in `branch`: tokens shared with the parent's own beginning belong to the segment that holds them.
-        while made.parent is not None and shared <= made.parent.shared:
-            made.parent = made.parent.parent
-        if made.parent is None:
-            made.shared = 0
-        self.branches.append(made)
-        return made
+        while segment.parent is not None and shared <= segment.parent.shared:
+            segment.parent = segment.parent.parent
+        if segment.parent is None:
+            segment.shared = 0
+        self.branches.append(segment)
+        return segment
 
     @property
     def finish(self) -> str | None:
@@ -320,11 +320,11 @@ class Book:
 
     Attributes:
       workload: script of each trajectory.
-      made: number of trajectories made.
+      trajectory_count: number of trajectories made.
     """
 
     workload: scripts.Workload
-    made: int = field(default=0, init=False)
+    trajectory_count: int = field(default=0, init=False)
     # Weak: the simulator must not keep 100,000 finished trajectories alive.
     _alive: weakref.WeakValueDictionary[str, Trajectory] = field(
         default_factory=weakref.WeakValueDictionary, init=False
@@ -335,18 +335,18 @@ class Book:
         """Returns a trajectory that has not begun."""
         task, _, sample = trajectory_id.rpartition("/")
         script = self.workload.script(int(task), int(sample))
-        made = Trajectory(trajectory_id, prompt_id, script=script)
-        self._alive[trajectory_id] = made
-        self.made += 1
-        return made
+        trajectory = Trajectory(trajectory_id, prompt_id, script=script)
+        self._alive[trajectory_id] = trajectory
+        self.trajectory_count += 1
+        return trajectory
 
     def prompt_tokens(self, prompt_id: str) -> int:
         """Returns the tokens of a task's prompt."""
         # Kept, because a workload draws the whole script again at each call, and all siblings ask.
-        known = self._prompt_tokens.get(prompt_id)
-        if known is None:
-            known = self._prompt_tokens[prompt_id] = self.workload.script(int(prompt_id), 0).prompt_tokens
-        return known
+        tokens = self._prompt_tokens.get(prompt_id)
+        if tokens is None:
+            tokens = self._prompt_tokens[prompt_id] = self.workload.script(int(prompt_id), 0).prompt_tokens
+        return tokens
 
     def script(self, trajectory_id: str) -> scripts.Script:
         """Returns the script of a live trajectory."""

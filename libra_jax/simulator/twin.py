@@ -168,15 +168,16 @@ def levelled(
 def replay(recorded: recording.Recording, model: measured_costs.Calibration, steps: int) -> tuple[recording.Parts, ...]:
     """Returns the simulated seconds of the first `steps` steps."""
     # Evaluations and checkpoints are not in the recorded seconds, and `recording.read` takes no run that moved.
-    given = recorded.config
+    recorded_config = recorded.config
     config = dataclasses.replace(
-        given,
+        recorded_config,
         steps=steps,
-        warm_start=dataclasses.replace(given.warm_start, steps=0),
-        evaluation=dataclasses.replace(given.evaluation, every=0),
-        checkpoint=dataclasses.replace(given.checkpoint, every=0),
-        planner=dataclasses.replace(given.planner, period=0),
-        rollout=dataclasses.replace(given.rollout, kv_transfer="none"),  # the twin prefills a moved context again
+        warm_start=dataclasses.replace(recorded_config.warm_start, steps=0),
+        evaluation=dataclasses.replace(recorded_config.evaluation, every=0),
+        checkpoint=dataclasses.replace(recorded_config.checkpoint, every=0),
+        planner=dataclasses.replace(recorded_config.planner, period=0),
+        # The twin prefills a moved context again.
+        rollout=dataclasses.replace(recorded_config.rollout, kv_transfer="none"),
     )
     # The run's own scheduler, with the costs that it had in the run, not with the measured ones.
     costs = scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none")
@@ -218,73 +219,73 @@ FEW_STEPS = 8
 """Number of held-out steps below which their mean error says little."""
 
 
-def table(made: Twin) -> str:
+def table(twin: Twin) -> str:
     """Returns a line for each held-out step, with measured and predicted seconds of its parts; then the fitted costs,
     and how well they predict."""
     columns = [f"{part} {kind}" for part in PARTS for kind in ("s", "twin")]
     rows = [("step", *columns, "error")]
-    pairs = list(zip(made.measured, made.predicted, strict=True))
-    for number, (measured, predicted) in list(enumerate(pairs, start=1))[made.calibrated :]:
+    pairs = list(zip(twin.measured, twin.predicted, strict=True))
+    for number, (measured, predicted) in list(enumerate(pairs, start=1))[twin.calibrated :]:
         seconds = (getattr(parts, part) for part in PARTS for parts in (measured, predicted))
         error = (predicted.total - measured.total) / measured.total
         rows.append((str(number), *(f"{value:.3f}" for value in seconds), f"{error:+.1%}"))
-    steps = len(made.measured)
-    lines = [f"calibrated on steps 1-{made.calibrated}, predicted steps {made.calibrated + 1}-{steps}"]
-    for degree, engine in sorted(made.model.engines.items()):
+    steps = len(twin.measured)
+    lines = [f"calibrated on steps 1-{twin.calibrated}, predicted steps {twin.calibrated + 1}-{steps}"]
+    for degree, engine in sorted(twin.model.engines.items()):
         lines.append(
             f"engine of degree {degree}: a step {1e3 * engine.step:.2f} ms + {1e6 * engine.request:.1f} us a request + "
             f"{1e6 * engine.context:.3f} us a token of context; prefill {1e6 * engine.prefill_token:.1f} us a token + "
             f"{1e6 * engine.cached_token:.1f} us a token seen before + {1e6 * engine.prefill_request:.0f} us a request "
-            f"(levelled by {made.level:.3f})"
+            f"(levelled by {twin.level:.3f})"
         )
-    train, update = made.model.train, made.model.update
+    train, update = twin.model.train, twin.model.update
     alike = "spread of steps that did the same work: "
-    if made.spread is None:
+    if twin.spread is None:
         alike += "not known, as no two of the predicted steps did"
     else:
-        alike += f"{made.spread:.1%} ({made.repeated} predicted steps of {made.kinds} kinds)"
+        alike += f"{twin.spread:.1%} ({twin.repeated} predicted steps of {twin.kinds} kinds)"
     lines += [
         f"training step: {train.step:.3f} s + {1e6 * train.column:.1f} us a column; "
         f"weight update: {update.gather + update.load:.3f} s",
         "mean absolute error of the predicted steps: "
-        + ", ".join(f"{part} {made.error(part):.1%}" for part in PARTS)
-        + f" (of those it was calibrated on: total {made.error(held_out=False):.1%})",
-        f"error of predicting the mean of steps 1-{made.calibrated} for each: {made.constant_error:.1%}",
+        + ", ".join(f"{part} {twin.error(part):.1%}" for part in PARTS)
+        + f" (of those it was calibrated on: total {twin.error(held_out=False):.1%})",
+        f"error of predicting the mean of steps 1-{twin.calibrated} for each: {twin.constant_error:.1%}",
         alike,
-        f"target: an error of at most max({TARGET:.0%}, {SPREADS:g} x spread) = {target(made.spread):.1%}: "
-        + ("met" if made.met else "NOT met")
-        + f" with {made.error():.1%}",
+        f"target: an error of at most max({TARGET:.0%}, {SPREADS:g} x spread) = {target(twin.spread):.1%}: "
+        + ("met" if twin.met else "NOT met")
+        + f" with {twin.error():.1%}",
     ]
-    if steps - made.calibrated < FEW_STEPS:
+    if steps - twin.calibrated < FEW_STEPS:
         lines.append(
-            f"This is the mean of {steps - made.calibrated} steps, which says little: record a run of "
+            f"This is the mean of {steps - twin.calibrated} steps, which says little: record a run of "
             f"{2 * FEW_STEPS} steps or more."
         )
-    return "\n".join([*report.aligned(rows, left=0), "", *lines])
+    return "\n".join([*report.aligned(rows, left_columns=0), "", *lines])
 
 
-def to_json(made: Twin) -> str:
+def to_json(twin: Twin) -> str:
     """Returns the content of `table` as a JSON object."""
-    model = made.model
+    model = twin.model
     return (
         json.dumps(
             {
-                "calibrated_steps": made.calibrated,
+                "calibrated_steps": twin.calibrated,
                 "steps": [
                     {"step": number, "measured": vars(measured), "predicted": vars(predicted)}
                     for number, (measured, predicted) in enumerate(
-                        zip(made.measured, made.predicted, strict=True), start=1
+                        zip(twin.measured, twin.predicted, strict=True), start=1
                     )
                 ],
-                "error": {part: made.error(part) for part in PARTS},
-                "error_of_calibrated_steps": {part: made.error(part, held_out=False) for part in PARTS},
-                "error_of_a_constant": made.constant_error,
-                "spread": made.spread,
-                "repeated_steps": made.repeated,
-                "kinds_of_steps": made.kinds,
-                "threshold": target(made.spread),
-                "met": made.met,
-                "level": made.level,
+                "error": {part: twin.error(part) for part in PARTS},
+                "error_of_calibrated_steps": {part: twin.error(part, held_out=False) for part in PARTS},
+                "error_of_a_constant": twin.constant_error,
+                "spread": twin.spread,
+                "repeated_steps": twin.repeated,
+                "kinds_of_steps": twin.kinds,
+                "threshold": target(twin.spread),
+                "met": twin.met,
+                "level": twin.level,
                 "engines": {str(degree): vars(engine) for degree, engine in sorted(model.engines.items())},
                 "train": vars(model.train),
                 "update": vars(model.update),
@@ -295,22 +296,22 @@ def to_json(made: Twin) -> str:
     )
 
 
-def write_picture(made: Twin, path: Path, title: str) -> None:
+def write_picture(twin: Twin, path: Path, title: str) -> None:
     """Draws measured and predicted seconds of each step, with a shade behind the steps that were fitted to.
 
     Args:
-      made: the twin.
+      twin: twin to draw.
       path: file to write, .svg or .png.
       title: title of the picture.
     """
-    numbers = range(1, len(made.measured) + 1)
-    with report.drawn(path, 3.0, [title]) as axes:
-        axes.axvspan(0.5, made.calibrated + 0.5, color="#eeeeee", linewidth=0, label="calibrated on")
+    numbers = range(1, len(twin.measured) + 1)
+    with report.picture_axes(path, 3.0, [title]) as axes:
+        axes.axvspan(0.5, twin.calibrated + 0.5, color="#eeeeee", linewidth=0, label="calibrated on")
         for part, colour in (("total", "#333333"), ("rollout", "#4c78a8"), ("train", "#54a24b")):
-            axes.plot(numbers, [getattr(parts, part) for parts in made.measured], "o", color=colour, markersize=4)
-            predicted = [getattr(parts, part) for parts in made.predicted]
+            axes.plot(numbers, [getattr(parts, part) for parts in twin.measured], "o", color=colour, markersize=4)
+            predicted = [getattr(parts, part) for parts in twin.predicted]
             axes.plot(numbers, predicted, color=colour, linewidth=1.2, label=part)
-        axes.set(xlim=(0.5, len(made.measured) + 0.5), xlabel="training step (dots measured, lines the twin)")
+        axes.set(xlim=(0.5, len(twin.measured) + 0.5), xlabel="training step (dots measured, lines the twin)")
         axes.set_ylim(bottom=0)
         axes.set_ylabel("seconds")
         axes.xaxis.get_major_locator().set_params(integer=True)

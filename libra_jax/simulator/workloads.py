@@ -237,12 +237,12 @@ class Synthetic:
         return SHAPES[self.shape](draw, progress)
 
 
-def _log_normal(rng: random.Random, median: float, spread: float, most: int) -> int:
-    return min(most, max(1, round(median * math.exp(rng.gauss(0.0, spread)))))
+def _log_normal(rng: random.Random, median: float, spread: float, maximum: int) -> int:
+    return min(maximum, max(1, round(median * math.exp(rng.gauss(0.0, spread)))))
 
 
-def _seconds(rng: random.Random, median: float, most: float) -> float:
-    return round(min(most, median * math.exp(rng.gauss(0.0, 1.2))), 3)
+def _seconds(rng: random.Random, median: float, maximum: float) -> float:
+    return round(min(maximum, median * math.exp(rng.gauss(0.0, 1.2))), 3)
 
 
 def _split(total: int, count: int, rng: random.Random) -> list[int]:
@@ -340,45 +340,45 @@ def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -
     return Synthetic(config.shape, seed, tasks, config.variation, config.drift)
 
 
-def summary_of(drawn: Sequence[scripts.Script]) -> Summary:
+def summary_of(rollouts: Sequence[scripts.Script]) -> Summary:
     """Summarises the lengths of these rollouts, at least one."""
-    generated = sorted(script.generated_tokens for script in drawn)
-    contexts = [script.context_tokens for script in drawn]
-    payloads = [turn.payload_tokens for script in drawn for turn in script.turns[:-1]]
+    generated = sorted(script.generated_tokens for script in rollouts)
+    contexts = [script.context_tokens for script in rollouts]
+    payloads = [turn.payload_tokens for script in rollouts for turn in script.turns[:-1]]
     return Summary(
         generated_mean=statistics.fmean(generated),
         generated_p90=generated[int(0.9 * (len(generated) - 1))],
         generated_max=generated[-1],
         context_median=int(statistics.median(contexts)),
         context_max=max(contexts),
-        turns_mean=statistics.fmean(len(script.turns) for script in drawn),
-        turn_tokens_max=max(turn.generated_tokens for script in drawn for turn in script.turns),
-        prompt_mean=statistics.fmean(script.prompt_tokens for script in drawn),
+        turns_mean=statistics.fmean(len(script.turns) for script in rollouts),
+        turn_tokens_max=max(turn.generated_tokens for script in rollouts for turn in script.turns),
+        prompt_mean=statistics.fmean(script.prompt_tokens for script in rollouts),
         payload_mean=statistics.fmean(payloads) if payloads else 0.0,
     )
 
 
-def fitted_bounds(drawn: Iterable[scripts.Script], kinds: Sequence[protocols.Kind]) -> tuple[int, ...]:
+def fitted_bounds(rollouts: Iterable[scripts.Script], kinds: Sequence[protocols.Kind]) -> tuple[int, ...]:
     """Returns bucket bounds by which each kind of instance gets tokens in proportion to its devices.
 
     Args:
-      drawn: rollouts; the whole lengths of their segments count, which is what they have left when they begin.
+      rollouts: scripts; the whole lengths of their segments count, which is what they have left when they begin.
       kinds: degree and accelerator of each instance.
 
     Returns:
       Ascending bounds, one for each kind but the last.
     """
     # By tokens, not by requests: a bucket's load is what it has to decode.
-    lengths = sorted(itertools.chain.from_iterable(script.lengths().values() for script in drawn))
-    tokens, taken, bounds = sum(lengths), 0, [0]
+    lengths = sorted(itertools.chain.from_iterable(script.lengths().values() for script in rollouts))
+    tokens, assigned_tokens, bounds = sum(lengths), 0, [0]
     longer = iter(lengths)
     for level in sorted(set(kinds))[:-1]:
         share = sum(kind[0] for kind in kinds if kind <= level) / sum(degree for degree, _ in kinds)
         length = bounds[-1]
         # The shortest requests go to the first kind, until it has its share of the tokens.
-        while taken < share * tokens:
+        while assigned_tokens < share * tokens:
             length = next(longer)
-            taken += length
+            assigned_tokens += length
         # Bounds must ascend strictly.
         bounds.append(max(length, bounds[-1] + 1))
     return tuple(bounds[1:])
@@ -411,8 +411,11 @@ def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simu
             for script in firsts
         )
     )
-    given = (("simulation.slots", simulation.slots), ("rollout.slots_by_instance", config.rollout.slots_by_instance))
-    name = next((field for field, slots in given if slots), "rollout.slots")
+    slot_settings = (
+        ("simulation.slots", simulation.slots),
+        ("rollout.slots_by_instance", config.rollout.slots_by_instance),
+    )
+    name = next((field for field, slots in slot_settings if slots), "rollout.slots")
     models, degrees = simulation.instance_models(config), config.rollout.tensor_parallel
     for model, degree, slots in zip(models, degrees, simulation.instance_slots(config.rollout), strict=True):
         room = max(0, model.kv_tokens(degree))

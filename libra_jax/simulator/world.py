@@ -86,13 +86,13 @@ class SimulationConfig:
         Raises:
           ConfigError: `slots` has neither one entry nor one for each instance.
         """
-        instances, given = len(rollout.tensor_parallel), len(self.slots)
+        instances, entries = len(rollout.tensor_parallel), len(self.slots)
         configuration.check(
-            given in (0, 1, instances),
+            entries in (0, 1, instances),
             "simulation.slots",
-            f"has {given} entries for {instances} instances; give one each, or one for all",
+            f"has {entries} entries for {instances} instances; give one each, or one for all",
         )
-        return self.slots * instances if given == 1 else self.slots or rollout.instance_slots
+        return self.slots * instances if entries == 1 else self.slots or rollout.instance_slots
 
     def moved(self, by: float) -> Iterator[tuple[str, float]]:
         """Yields each coefficient that matters with its value a share `by` lower, then higher (`costs.moved`)."""
@@ -117,8 +117,8 @@ class SimulationConfig:
         lora, names = config.model.lora, config.rollout.accelerators
         if not names:
             return (self.cost_model(lora),) * len(config.rollout.tensor_parallel)
-        made = {name: self._cost_model(name, "rollout.accelerators", lora) for name in dict.fromkeys(names)}
-        return tuple(made[name] for name in names)
+        models = {name: self._cost_model(name, "rollout.accelerators", lora) for name in dict.fromkeys(names)}
+        return tuple(models[name] for name in names)
 
     def _cost_model(self, name: str, field_name: str, lora: configuration.LoraConfig) -> costs.CostModel:
         shape = adapters.adapted(model_config.load_preset(self.model, "simulation.model"), lora)
@@ -166,12 +166,12 @@ class Cluster:
             "libra_jax.simulator.training_side:TrainingSide": self.parts.make_training_side,
         }
         if spec.factory in makers:
-            made = makers[spec.factory](life, **spec.arguments)
+            actor = makers[spec.factory](life, **spec.arguments)
         else:
             module, _, name = spec.factory.partition(":")
-            made = getattr(importlib.import_module(module), name)(**spec.arguments)
-        self._actors[spec.name] = made
-        return self.parts.handle(spec.name, made)
+            actor = getattr(importlib.import_module(module), name)(**spec.arguments)
+        self._actors[spec.name] = actor
+        return self.parts.handle(spec.name, actor)
 
     async def stop(self, name: str) -> None:
         """Ends the actor; does nothing if the actor has been stopped before."""
@@ -221,9 +221,10 @@ def run(
     )
     book, log, environment = trajectory.Book(workload), trainer.TrainingLog(), parts.environment
     unlike = config.rollout.accelerators
-    others = dict(zip(unlike, simulation.instance_models(config), strict=True)) if unlike else {}
-    slots, store = simulation.instance_slots(config.rollout), _store(simulation, (model, *others.values()))
-    fleet = engine.Fleet(config, slots, model, simulation.warm_seconds, store, others)
+    models_by_accelerator = dict(zip(unlike, simulation.instance_models(config), strict=True)) if unlike else {}
+    slots = simulation.instance_slots(config.rollout)
+    store = _store(simulation, (model, *models_by_accelerator.values()))
+    fleet = engine.Fleet(config, slots, model, simulation.warm_seconds, store, models_by_accelerator)
     specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]
     mesh, planned = _mesh_and_planner(config, simulation, model)
     channels, elastic = training_side.Channels(), config.elastic
@@ -254,7 +255,7 @@ def run(
             "masks": config.task.masks,
         },
     )
-    made = coordinator.Coordinator(
+    simulated_coordinator = coordinator.Coordinator(
         # Nothing is saved, so the folder does not exist.
         parts_lib.RunContext(config, Cluster(parts), recorder, pathlib.Path("simulated")),
         parts_lib.WorkerSpecs(spec, specs, sides, make_engine=fleet.spec),
@@ -266,17 +267,20 @@ def run(
             run_rollout=branching.run_rollout,
         ),
         make_scheduler(
-            request_costs.SchedulingCosts(model, transfer=store is not None, models_by_accelerator=others),
+            request_costs.SchedulingCosts(
+                model, transfer=store is not None, models_by_accelerator=models_by_accelerator
+            ),
             book.remaining,
         ),
         planned,
     )
     # Wall time of the run alone, without the making of its parts.
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with _seldom_collected():
-        summary = clock.run(made.run(), longest=simulation.longest_seconds, signals=False)  # nothing to save
-    wall = time.perf_counter() - began
-    return results.of_run(config, summary, recorder, book, log, fleet, wall)
+        # No signals: there is nothing to save.
+        summary = clock.run(simulated_coordinator.run(), longest=simulation.longest_seconds, signals=False)
+    wall = time.perf_counter() - start_time
+    return results.from_run(config, summary, recorder, book, log, fleet, wall)
 
 
 @contextlib.contextmanager
@@ -346,9 +350,9 @@ def _mesh_and_planner(
     )
     assert isinstance(model, costs.CostModel)
     data, fsdp, tensor = simulation.train_mesh
-    made = meshes.Trainer.from_config(config, model.sheet)
-    meshes.check_fits(model, made, (data, fsdp, tensor), "simulation.train_mesh")
-    mesh = trainer.OnMesh((data, fsdp, tensor), model, made, config.planner.resize_seconds)
+    mesh_trainer = meshes.Trainer.from_config(config, model.sheet)
+    meshes.check_fits(model, mesh_trainer, (data, fsdp, tensor), "simulation.train_mesh")
+    mesh = trainer.OnMesh((data, fsdp, tensor), model, mesh_trainer, config.planner.resize_seconds)
     if not config.planner.period:
         return mesh, None
     # Hybrid workers stay out of plans: the elastic policy switches them, and a plan moves the core's devices only.

@@ -84,7 +84,7 @@ def test_a_plan_is_drawn_where_it_is_the_only_split(shown, tmp_path, others):
 
 
 def test_bars_below_zero_are_seen(shown, tmp_path):
-    with report.drawn(tmp_path / "a.svg", 2.0, ["Rewards"]) as axes:
+    with report.picture_axes(tmp_path / "a.svg", 2.0, ["Rewards"]) as axes:
         report.bars(axes, ["x a=1", "x a=2"], [-0.5, 0.25], [0.1, 0.0], "{:.2f}")
     low, high = axes.get_xlim()
     assert low <= -0.6

@@ -75,7 +75,7 @@ def work(config: configuration.RunConfig, workload: scripts.Workload) -> list[sc
 
 
 def test_a_script_tells_the_context_of_each_output():
-    outputs = [(each.segment, each.known, each.fresh, each.goes_on) for each in DEEP.outputs()]
+    outputs = [(each.segment, each.cached, each.fresh, each.goes_on) for each in DEEP.outputs()]
     assert outputs == [
         (0, 0, 100, True),
         (0, 120, 30, True),
