@@ -45,7 +45,7 @@ async def opened(run: run_context.RunContext) -> AsyncIterator[rollouts.RolloutA
     config = run.config
     async with (
         toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
-        composition.opened(
+        composition.open_scorer(
             config.reward, run.cluster, note=run.recorder.note, start_seconds=config.deadlines.reward_start
         ) as reward,
     ):

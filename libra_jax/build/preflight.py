@@ -245,7 +245,7 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
             found.append(f"config.task.path: {error}")
     if config.algorithm.teacher_served:
         try:
-            teachers.made(config.algorithm)
+            teachers.from_config(config.algorithm)
         except protocols.ConfigError as error:
             found.append(str(error))
     tools = toolkit.Toolkit(config.tools, config.sandbox)

@@ -237,7 +237,7 @@ async def _train(
     newest = checkpoint_store.find(workdir)
     damaged = telemetry.cut_back(workdir, newest.step, newest.records)
     surroundings = _surroundings(config, workdir, parts.agent, fencing_token, watcher, damaged, newest.records)
-    async with surroundings as (around, agent), teachers.opened(config, agent.tokenizer) as teacher:
+    async with surroundings as (around, agent), teachers.open_teacher(config, agent.tokenizer) as teacher:
         agent = dataclasses.replace(agent, teacher=teacher)
         run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)
         summary = await run.run(at_signal)
@@ -281,7 +281,7 @@ async def _surroundings(
     try:
         # Loop workers score the rollouts that they run.
         scored = libra_config.RewardConfig() if config.rollout.loop_workers else config.reward
-        composed = composition.opened(scored, actors, note=recorder.note, start_seconds=limits.reward_start)
+        composed = composition.open_scorer(scored, actors, note=recorder.note, start_seconds=limits.reward_start)
         reward = await rewards.enter_async_context(composed)
         texts = samples.Samples(config.telemetry.samples, config.seed, agent.tokenizer)
         around = parts_lib.RunContext(

@@ -81,14 +81,18 @@ def check(name: str, function: config.RewardFunctionConfig) -> Callable[..., Any
 def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bool]:
     """Returns the function that a factory makes, and whether the function takes a transcript."""
     field_name = f"reward.functions.{name}"
-    made = resolving.call(check(name, function), function.factory, function.arguments, f"{field_name}.arguments")
+    reward_function = resolving.call(
+        check(name, function), function.factory, function.arguments, f"{field_name}.arguments"
+    )
     where, called = f"{field_name}.factory", resolving.shown(function.factory, function.arguments)
-    config.check(callable(made), where, f"{called} must return a function of (task, text), not {made!r}")
+    config.check(
+        callable(reward_function), where, f"{called} must return a function of (task, text), not {reward_function!r}"
+    )
     try:
-        signature = inspect.signature(made)
+        signature = inspect.signature(reward_function)
         signature.bind(None, "")
     except ValueError:  # a function written in C may have no readable signature
-        return made, False
+        return reward_function, False
     except TypeError as error:
         if function.factory == resolving.ITSELF:
             problem = f"{called} must take (task, text) or (task, transcript), and takes {signature}"
@@ -99,7 +103,7 @@ def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bo
         raise protocols.ConfigError(f"config.{where}: {problem}") from error
     # The name of the parameter tells: a transcript and a text are passed in the same place.
     second = [*signature.parameters][1:2]
-    return made, second == ["transcript"]
+    return reward_function, second == ["transcript"]
 
 
 class RewardWorker:
@@ -118,36 +122,38 @@ class RewardWorker:
 
     async def start(self) -> dict[str, bool]:
         """Makes the functions. Returns for each whether it takes a transcript."""
-        made = {name: await call_deadlines.off_loop(make, name, function) for name, function in self._config.items()}
-        self._functions = {name: function for name, (function, _) in made.items()}
-        return {name: takes_transcript for name, (_, takes_transcript) in made.items()}
+        pairs = {name: await call_deadlines.off_loop(make, name, function) for name, function in self._config.items()}
+        self._functions = {name: function for name, (function, _) in pairs.items()}
+        return {name: takes_transcript for name, (_, takes_transcript) in pairs.items()}
 
-    async def score(self, name: str, task: protocols.Task, given: str | scoring.Transcript) -> Outcome:
+    async def score(self, name: str, task: protocols.Task, rollout: str | scoring.Transcript) -> Outcome:
         """Calls a function. The caller sets the deadline."""
-        began = asyncio.get_running_loop().time()
+        start = asyncio.get_running_loop().time()
         try:
             # An embedded actor shares the data with the task source, and with other functions and rollouts.
-            if not isinstance(given, str):
-                given = dataclasses.replace(given, metrics=dict(given.metrics))
+            if not isinstance(rollout, str):
+                rollout = dataclasses.replace(rollout, metrics=dict(rollout.metrics))
             with user_code.contain_exits():
-                value = await self._call(self._functions[name], task.copy(), given)
+                value = await self._call(self._functions[name], task.copy(), rollout)
         except Exception as error:
             # One line, because it becomes part of a sentence.
             line = " ".join(resolving.raised(error).split())
             return Outcome(problem=line if len(line) <= _LONGEST_PROBLEM else f"{line[:_LONGEST_PROBLEM]}...")
-        seconds = asyncio.get_running_loop().time() - began
+        seconds = asyncio.get_running_loop().time() - start
         # A function returns a number, or a number and metrics.
         metrics: Any = {}
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
             value, metrics = value
-        found: list[float] = []
+        numbers: list[float] = []
         names = [str(key) for key in metrics]
-        for metric, told in zip([None, *names], [value, *metrics.values()], strict=True):
-            if not user_values.is_finite(told):
-                wrong = f"gave {user_values.shown(told)}, which" if metric is None else f"gave a metric {metric!r} that"
+        for metric, number in zip([None, *names], [value, *metrics.values()], strict=True):
+            if not user_values.is_finite(number):
+                wrong = (
+                    f"gave {user_values.shown(number)}, which" if metric is None else f"gave a metric {metric!r} that"
+                )
                 return Outcome(problem=f"{wrong} is not a finite number")
-            found.append(float(told))
-        return Outcome(found[0], dict(zip(names, found[1:], strict=True)), seconds)
+            numbers.append(float(number))
+        return Outcome(numbers[0], dict(zip(names, numbers[1:], strict=True)), seconds)
 
     async def trouble(self) -> str:
         """Returns why this actor should be replaced, as the end of a sentence. Empty if it should not be."""
@@ -206,10 +212,10 @@ class _LoopThread:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            if left := asyncio.all_tasks(self._loop):
-                for task in left:
+            if tasks := asyncio.all_tasks(self._loop):
+                for task in tasks:
                     task.cancel()
-                self._loop.run_until_complete(asyncio.wait(left, timeout=UNWIND_SECONDS))
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=UNWIND_SECONDS))
         finally:
             self._loop.close()
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits for the end any more
@@ -245,13 +251,13 @@ class _Place:
     base: str
     name: str = ""
     actor: protocols.ActorHandle | None = None
-    made: int = 0
+    starts: int = 0
     calls: int = 0
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Pool:
-    """Sends calls to the least busy actor. Belongs to one event loop. `composition.opened` documents the arguments."""
+    """Sends calls to the least busy actor. Belongs to one event loop. Arguments: see `composition.open_scorer`."""
 
     def __init__(
         self,
@@ -273,13 +279,13 @@ class Pool:
         """Makes the actors. Returns for each function whether it takes a transcript."""
         return (await all_of(self._make(place) for place in self._places))[0]
 
-    async def ask(self, name: str, task: protocols.Task, given: str | scoring.Transcript, *, alone: bool) -> Outcome:
+    async def ask(self, name: str, task: protocols.Task, rollout: str | scoring.Transcript, *, alone: bool) -> Outcome:
         """Calls a function.
 
         Args:
           name: Name of the function.
           task: Task of the rollout.
-          given: The text or the transcript.
+          rollout: The text or the transcript.
           alone: Call it in an actor where nothing else runs. If that actor is lost, this call is to blame.
 
         Raises:
@@ -298,7 +304,7 @@ class Pool:
                     actor = place.actor
                 assert actor is not None
                 try:
-                    work = actor.call(RewardWorker.score, name, task, given)
+                    work = actor.call(RewardWorker.score, name, task, rollout)
                     return await call_deadlines.within(self._config.seconds, work)
                 except call_deadlines.Overdue:
                     problem = f"took more than {self._config.seconds:g} s (config.reward.seconds)"
@@ -346,18 +352,18 @@ class Pool:
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         # An error counts as retrieved, so that asyncio does not warn.
-        ending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        ending.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _make(self, place: _Place) -> dict[str, bool]:
         # A name that was used before would collide with the old actor, which may still be ending.
-        place.made += 1
-        place.name = name = place.base if place.made == 1 else f"{place.base}.{place.made}"
+        place.starts += 1
+        place.name = name = place.base if place.starts == 1 else f"{place.base}.{place.starts}"
         factory = f"{RewardWorker.__module__}:{RewardWorker.__qualname__}"
         actor = await self._cluster.spawn(
             protocols.ActorSpec(name, factory, {"functions": dict(self._config.functions)})
         )
         try:
-            found = await call_deadlines.within(self._start_seconds, actor.call(RewardWorker.start))
+            takes_transcript = await call_deadlines.within(self._start_seconds, actor.call(RewardWorker.start))
         except call_deadlines.Overdue:
             self._end(name)
             raise protocols.DeadlineMissed(
@@ -368,7 +374,7 @@ class Pool:
             self._end(name)
             raise
         place.actor = actor
-        return found
+        return takes_transcript
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

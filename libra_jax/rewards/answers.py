@@ -27,13 +27,13 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?P<box>\{)|\\boxed +(?P<bare>[^\s{}$\
 def boxes(text: str) -> list[tuple[int, int]]:
     r"""Returns where the content of each `\boxed{}` or `\fbox{}` with balanced braces begins and ends, in order."""
     spans: list[tuple[int, int]] = []
-    opened: list[int] = []  # where the content of each open brace begins; -1 if the brace is no box's
+    open_braces: list[int] = []  # where the content of each open brace begins; -1 if the brace is no box's
     for mark in _BRACES.finditer(text):
         if mark["bare"]:
             spans.append(mark.span("bare"))
         elif mark["box"] or mark[0] == "{":
-            opened.append(mark.end() if mark["box"] else -1)
-        elif mark[0] == "}" and opened and (begin := opened.pop()) >= 0:
+            open_braces.append(mark.end() if mark["box"] else -1)
+        elif mark[0] == "}" and open_braces and (begin := open_braces.pop()) >= 0:
             spans.append((begin, mark.start()))
     # By their beginnings: of a box inside a box, the inner one is the last.
     return sorted(spans)
@@ -53,8 +53,8 @@ def final(output: str) -> str:
     text = thoughts.split(output).answer
     if (content := tagged(text)) is not None:
         text = content
-    found = boxes(text)
-    return (text[slice(*found[-1])] if found else text).strip()
+    spans = boxes(text)
+    return (text[slice(*spans[-1])] if spans else text).strip()
 
 
 # Numbers --------------------------------------------------------------------------------------------------------------
@@ -100,14 +100,14 @@ def last_number(text: str) -> fractions.Fraction | None:
 
 def number(text: str) -> fractions.Fraction | None:
     """Returns the value of a text that is a number and nothing else. None for any other text: `1,2` may be a list."""
-    found = _NUMBER.fullmatch(text.strip())
-    listed = found is not None and found["digits"] is not None and _ungrouped(found["digits"]) is None
-    return None if found is None or listed else _value(found)
+    match = _NUMBER.fullmatch(text.strip())
+    listed = match is not None and match["digits"] is not None and _ungrouped(match["digits"]) is None
+    return None if match is None or listed else _value(match)
 
 
-def _value(found: re.Match[str]) -> fractions.Fraction | None:
-    sign, whole, up, above, down, below, ten, digits, dotted, exponent, factor, over = found.groups()
-    if any(part and len(part) > _MOST_DIGITS for part in found.groups()):
+def _value(match: re.Match[str]) -> fractions.Fraction | None:
+    sign, whole_part, up, above, down, below, ten, digits, dotted, exponent, factor, over = match.groups()
+    if any(part and len(part) > _MOST_DIGITS for part in match.groups()):
         return None
     power = int(_plain(ten or exponent or factor or "0"))
     if abs(power) > _MOST_EXPONENT:
@@ -115,7 +115,7 @@ def _value(found: re.Match[str]) -> fractions.Fraction | None:
     try:
         if up or above:
             fraction = fractions.Fraction(int(_plain(up or above)), int(down or below))
-            size = int(whole or 0) + fraction
+            size = int(whole_part or 0) + fraction
         else:
             decimals, alone = _last_item(digits) if digits else (dotted or "1", True)
             sign = sign if alone else ""  # it is the first number's
@@ -139,8 +139,8 @@ def _ungrouped(digits: str) -> str | None:
 
 def _last_item(digits: str) -> tuple[str, bool]:
     """Returns the last of numbers such as `1,2,3` and `1200 350`, and whether it is the only one."""
-    if (whole := _ungrouped(digits)) is not None:
-        return whole, True
+    if (plain_digits := _ungrouped(digits)) is not None:
+        return plain_digits, True
     marked = re.sub(r",\\!\s?|\{,\}", ",", digits)
     item = re.split(r"\\,|[_\u00a0\u2009\u202f ]", marked)[-1]
     if (text := _ungrouped(item)) is None:
@@ -188,18 +188,18 @@ def equal_number(value: fractions.Fraction | None, payload: Mapping[str, Any]) -
     return False
 
 
-def equal(given: str, payload: Mapping[str, Any]) -> bool:
+def equal(answer: str, payload: Mapping[str, Any]) -> bool:
     """Returns whether a text is an accepted answer. Answers that are numbers are compared as numbers.
 
     An empty text is never right.
     """
-    return bool(given) and (
-        given in (text.strip() for text in accepted(payload)) or equal_number(number(given), payload)
+    return bool(answer) and (
+        answer in (text.strip() for text in accepted(payload)) or equal_number(number(answer), payload)
     )
 
 
-def ends_with(given: str, payload: Mapping[str, Any]) -> bool:
+def ends_with(answer: str, payload: Mapping[str, Any]) -> bool:
     """Returns whether a text is an accepted answer, or its last number is one that is a number and nothing else."""
-    value = last_number(given)
+    value = last_number(answer)
     numbers = map(number, accepted(payload))
-    return equal(given, payload) or (value is not None and (value in numbers or equal_number(value, payload)))
+    return equal(answer, payload) or (value is not None and (value in numbers or equal_number(value, payload)))

@@ -1,6 +1,6 @@
 """Scores rollouts: a weighted sum of the config's reward functions and the environment's own reward.
 
-async with composition.opened(run.reward, cluster, note=print, start_seconds=60.0) as scorer:
+async with composition.open_scorer(run.reward, cluster, note=print, start_seconds=60.0) as scorer:
     score = await scorer(task, transcript)
 
 A function that raises, hangs or returns an invalid value is called again, up to `reward.retries` times. After that, the
@@ -25,7 +25,7 @@ from libra_jax.utils import resolving
 
 
 @contextlib.asynccontextmanager
-async def opened(
+async def open_scorer(
     reward: config.RewardConfig,
     cluster: protocols.Cluster,
     *,
@@ -83,18 +83,18 @@ class ComposedReward:
           EnvironmentCrashed: The environment's own reward counts, but the environment gave none.
           WorkerLost: Actors were lost so often that the run has to end.
         """
-        own, weight = transcript.environment_reward, self._config.environment_weight
-        if weight and own is None:
+        environment_reward, weight = transcript.environment_reward, self._config.environment_weight
+        if weight and environment_reward is None:
             raise protocols.EnvironmentCrashed(
                 f"task {task.prompt_id}: the environment gave no finite reward, which counts "
                 f"{weight:g} times (config.reward.environment_weight)"
             )
         values = await actors.all_of(self._value(name, task, transcript) for name in self._functions)
-        metrics = {key: value for _, told in values for key, value in told.items()}
+        metrics = {key: value for _, call_metrics in values for key, value in call_metrics.items()}
         terms = [self._functions[name].weight * value for name, (value, _) in zip(self._functions, values, strict=True)]
-        if own is not None:
-            metrics["reward/environment"] = own
-            terms.append(weight * own)
+        if environment_reward is not None:
+            metrics["reward/environment"] = environment_reward
+            terms.append(weight * environment_reward)
         # fsum raises for inf - inf, so infinite terms are sorted out before.
         total = math.fsum(terms) if all(map(math.isfinite, terms)) else math.inf
         if not math.isfinite(total):
@@ -107,15 +107,15 @@ class ComposedReward:
         self, name: str, task: protocols.Task, transcript: scoring.Transcript
     ) -> tuple[float, dict[str, float]]:
         """Returns a function's value and the metrics of the call."""
-        given, entries = transcript if self._takes_transcript[name] else transcript.text, self._config.cache_entries
-        key = cache_key(self._functions[name], task, given) if entries else b""
+        rollout, entries = transcript if self._takes_transcript[name] else transcript.text, self._config.cache_entries
+        key = cache_key(self._functions[name], task, rollout) if entries else b""
         outcome = self._cache.get(key)
-        told = {f"reward_cached/{name}": float(outcome is not None)} if entries else {}
+        call_metrics = {f"reward_cached/{name}": float(outcome is not None)} if entries else {}
         if outcome is None:
             # `reward.concurrency` bounds calls; a value that is known needs none.
             async with self._turns[name]:
-                outcome = await self._call(name, task, given)
-            told[f"reward_seconds/{name}"] = outcome.seconds
+                outcome = await self._call(name, task, rollout)
+            call_metrics[f"reward_seconds/{name}"] = outcome.seconds
         if entries:
             # Stored again if it was found, which makes it the most recently used.
             self._cache[key] = outcome
@@ -123,35 +123,35 @@ class ComposedReward:
             if len(self._cache) > entries:
                 self._cache.popitem(last=False)
         further = {f"reward/{name}/{metric}": value for metric, value in outcome.metrics.items()}
-        return outcome.value, {f"reward/{name}": outcome.value, **further, **told}
+        return outcome.value, {f"reward/{name}": outcome.value, **further, **call_metrics}
 
-    async def _call(self, name: str, task: protocols.Task, given: str | scoring.Transcript) -> actors.Outcome:
+    async def _call(self, name: str, task: protocols.Task, rollout: str | scoring.Transcript) -> actors.Outcome:
         """Calls a function until it succeeds, with at most `reward.retries` failures that are its own."""
-        left, alone = self._config.retries, False
+        retries_left, alone = self._config.retries, False
         while True:
             blamed = True
             try:
-                outcome = await self._pool.ask(name, task, given, alone=alone)
+                outcome = await self._pool.ask(name, task, rollout, alone=alone)
                 problem = outcome.problem
             except actors.Lost as lost:
                 # Several calls may run in a lost actor, and any may be at fault. Only a call that ran alone is blamed.
                 blamed, alone, problem = alone, True, str(lost)
             if not problem:
                 return outcome
-            if blamed and not left:
+            if blamed and not retries_left:
                 function = self._functions[name]
                 called = resolving.shown(function.factory, function.arguments)
-                whose = f"config.reward.functions.{name} ({called}), task {task.prompt_id}"
-                raise protocols.RewardFailed(f"{whose}: it {problem}")
-            left -= blamed  # a call that another one brought down costs no try
+                subject = f"config.reward.functions.{name} ({called}), task {task.prompt_id}"
+                raise protocols.RewardFailed(f"{subject}: it {problem}")
+            retries_left -= blamed  # a call that another one brought down costs no try
 
 
-def cache_key(function: config.RewardFunctionConfig, task: protocols.Task, given: str | scoring.Transcript) -> bytes:
+def cache_key(function: config.RewardFunctionConfig, task: protocols.Task, rollout: str | scoring.Transcript) -> bytes:
     """Returns the digest of a call: factory, arguments, the task's payload, and the text or transcript.
 
     The task's `prompt_id` is left out, so tasks with the same content share values.
     """
-    seen = given if isinstance(given, str) else dataclasses.asdict(given)
-    content = [function.factory, dict(function.arguments), dict(task.payload), seen]
+    plain_rollout = rollout if isinstance(rollout, str) else dataclasses.asdict(rollout)
+    content = [function.factory, dict(function.arguments), dict(task.payload), plain_rollout]
     # `repr` for what JSON cannot hold, as a payload that a Python program made may.
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).digest()

@@ -70,7 +70,7 @@ class Judge:
           RuntimeError: The endpoint failed, and its retries failed too.
           ValueError: The reply holds no score in range.
         """
-        own = {
+        transcript_fields = {
             "response": transcript.answer,
             "text": transcript.text,
             "dialogue": transcript.dialogue,
@@ -81,7 +81,7 @@ class Judge:
             for name, value in task.payload.items()
         }
         # Columns come first, so that none can stand in for what the policy wrote.
-        fields = {**columns, **own, **self.fields}
+        fields = {**columns, **transcript_fields, **self.fields}
         try:
             content = self.prompt.substitute(fields)
         except KeyError as error:
@@ -97,13 +97,13 @@ class Judge:
             where = f"the judge's endpoint, {self.endpoint.client.base_url}, failed: {type(error).__name__}: {error}"
             # Without its cause, whose text may hold the key.
             raise RuntimeError(f"{self.endpoint.safe(where)}; is it up, and is that its address?") from None
-        said = (reply.choices[0].message.content or "") if reply.choices else ""
+        reply_text = (reply.choices[0].message.content or "") if reply.choices else ""
         usage = getattr(reply, "usage", None)
         tokens = {"tokens": float(usage.total_tokens)} if usage is not None else {}
-        value = read_score(said, self.pattern)
+        value = read_score(reply_text, self.pattern)
         if value is None:
-            self.unreadable.append(said)
-            raise ValueError(f"the judge's reply holds no score: {reprlib.repr(self.endpoint.safe(said))}")
+            self.unreadable.append(reply_text)
+            raise ValueError(f"the judge's reply holds no score: {reprlib.repr(self.endpoint.safe(reply_text))}")
         if not self.lowest <= value <= self.highest:
             raise ValueError(f"the judge's score {value:g} lies outside {self.lowest:g}..{self.highest:g}")
         counts = {**tokens, "unreadable": float(len(self.unreadable))}
@@ -201,5 +201,5 @@ def judge(
     _check(template.is_valid(), "prompt has a $ that begins no name; write $$ for a dollar")
     fields = {"rubric": rubric, "lowest": f"{lowest:g}", "highest": f"{highest:g}"}
     # The model comes last: a further field must not replace it.
-    whole = {"temperature": 0.0, "max_tokens": 1024, **(request or {}), "model": model}
-    return Judge(endpoint, whole, template, fields, compiled, lowest, highest)
+    full_request = {"temperature": 0.0, "max_tokens": 1024, **(request or {}), "model": model}
+    return Judge(endpoint, full_request, template, fields, compiled, lowest, highest)

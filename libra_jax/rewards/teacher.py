@@ -78,13 +78,13 @@ class Teacher:
                 f"no model server answers at {self.url} ({self._said(error)}); start it before the run"
             ) from None
         # Of vLLM's servers, others do not say how long a context they take.
-        served = {one.id: getattr(one, "max_model_len", None) for one in models}
-        names = ", ".join(served) or "none"
-        self.model = self.model or (names if len(served) == 1 else "")
-        if self.model not in served:
-            wanted = f"has no model {self.model!r}" if self.model else "serves not just one model"
-            raise self._refusal(f"{self.url} {wanted}: name one of its models ({names}) as model", "teacher_arguments")
-        room = served[self.model]
+        context_sizes = {one.id: getattr(one, "max_model_len", None) for one in models}
+        names = ", ".join(context_sizes) or "none"
+        self.model = self.model or (names if len(context_sizes) == 1 else "")
+        if self.model not in context_sizes:
+            problem = f"has no model {self.model!r}" if self.model else "serves not just one model"
+            raise self._refusal(f"{self.url} {problem}: name one of its models ({names}) as model", "teacher_arguments")
+        room = context_sizes[self.model]
         if room is not None and room <= longest:
             raise self._refusal(
                 f"{self.model} at {self.url} takes {room} tokens, and a rollout with one token after it may have "
@@ -108,8 +108,8 @@ class Teacher:
         if len(token_ids) < 2:
             return [0.0] * len(token_ids)
         async with self.places:
-            found, _ = await self._ask(token_ids)
-        return [0.0, *found]
+            log_probs, _ = await self._ask(token_ids)
+        return [0.0, *log_probs]
 
     async def _ask(self, token_ids: Sequence[int]) -> tuple[list[float], list[str | None]]:
         """Returns log-probability and text of each token but the first."""
@@ -152,30 +152,30 @@ def _read(content: bytes, token_ids: Sequence[int]) -> tuple[list[float], list[s
     """
     try:
         choice: Any = json.loads(content)["choices"][0]
-        scored = choice.get("prompt_logprobs")
+        entries = choice.get("prompt_logprobs")
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ValueError(f"answers no completion: {content[:80]!r}") from None
-    if not scored:
+    if not entries:
         raise ValueError("answers without prompt_logprobs; a teacher must be served by vLLM, which has this parameter")
-    if len(scored) != len(token_ids):
-        raise ValueError(f"answers {len(scored)} log-probabilities for {len(token_ids)} tokens; serve it uncut")
-    found, texts = [], []
-    for position, (token, entry) in enumerate(zip(token_ids[1:], scored[1:], strict=True), 1):
+    if len(entries) != len(token_ids):
+        raise ValueError(f"answers {len(entries)} log-probabilities for {len(token_ids)} tokens; serve it uncut")
+    log_probs, texts = [], []
+    for position, (token, entry) in enumerate(zip(token_ids[1:], entries[1:], strict=True), 1):
         if not isinstance(entry, dict) or str(token) not in entry:
             raise ValueError(f"answers no log-probability of token {token} at position {position}")
-        told = entry[str(token)] if isinstance(entry[str(token)], dict) else {}
-        value = told.get("logprob")
+        token_info = entry[str(token)] if isinstance(entry[str(token)], dict) else {}
+        value = token_info.get("logprob")
         if not isinstance(value, int | float) or not math.isfinite(value) or value > ABOVE_ZERO:
             raise ValueError(
                 f"answers {value} at position {position}, which is no log-probability; serve it with vLLM's "
                 "--logprobs-mode raw_logprobs"
             )
-        found.append(float(value))
-        texts.append(told.get("decoded_token"))
-    return found, texts
+        log_probs.append(float(value))
+        texts.append(token_info.get("decoded_token"))
+    return log_probs, texts
 
 
-def served(
+def create(
     base_url: str,
     model: str = "",
     api_key_env: str = "",
@@ -203,18 +203,18 @@ def served(
         field_name=name,
         owner_prefix="the teacher's ",
     )
-    whole = (retries + 1) * seconds + retries * LONGEST_PAUSE
-    return Teacher(base_url, endpoint, model, whole, asyncio.Semaphore(concurrency))
+    total_seconds = (retries + 1) * seconds + retries * LONGEST_PAUSE
+    return Teacher(base_url, endpoint, model, total_seconds, asyncio.Semaphore(concurrency))
 
 
 def check(config: configuration.AlgorithmConfig) -> None:
-    """Raises ConfigError if `served` does not take `algorithm.teacher_arguments`. Needs no key and no package."""
-    resolving.check_arguments(served, f"{__name__}:served", _arguments(config), f"{FIELD}_arguments")
+    """Raises ConfigError if `create` does not take `algorithm.teacher_arguments`. Needs no key and no package."""
+    resolving.check_arguments(create, f"{__name__}:create", _arguments(config), f"{FIELD}_arguments")
 
 
-def made(config: configuration.AlgorithmConfig) -> Teacher:
-    """Returns the config's teacher behind an endpoint. Asks no server. Raises ConfigError as `served`."""
-    return resolving.call(served, f"{__name__}:served", _arguments(config), f"{FIELD}_arguments")
+def from_config(config: configuration.AlgorithmConfig) -> Teacher:
+    """Returns the config's teacher behind an endpoint. Asks no server. Raises ConfigError as `create`."""
+    return resolving.call(create, f"{__name__}:create", _arguments(config), f"{FIELD}_arguments")
 
 
 def _arguments(config: configuration.AlgorithmConfig) -> dict[str, Any]:
@@ -222,12 +222,14 @@ def _arguments(config: configuration.AlgorithmConfig) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def opened(config: configuration.RunConfig, tokenizer: protocols.Tokenizer) -> AsyncIterator[Teacher | None]:
+async def open_teacher(
+    config: configuration.RunConfig, tokenizer: protocols.Tokenizer
+) -> AsyncIterator[Teacher | None]:
     """Yields the teacher of a run, once it can score; None unless it is behind an endpoint."""
     if not config.algorithm.teacher_served:
         yield None
         return
-    teacher = made(config.algorithm)
+    teacher = from_config(config.algorithm)
     try:
         await teacher.start(tokenizer, config.rollout.max_context)
         yield teacher

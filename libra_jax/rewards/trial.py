@@ -70,12 +70,12 @@ def functions(reward: config.RewardConfig, example: Example | None = None) -> li
     """
     if not reward.functions:
         return []
-    problem, scored = "", list[Scored]()
-    with children.forked(_tried, reward, example) as (child, answers):
+    problem, scores = "", list[Scored]()
+    with children.forked(_try_functions, reward, example) as (child, answers):
         try:
             if answers.poll(TRY_SECONDS):
                 problem = answers.recv()
-                scored += _received(answers, child, reward.seconds)
+                scores += _receive_scores(answers, child, reward.seconds)
             child.join(actors.CLOSE_SECONDS)
         except EOFError:
             child.join(actors.CLOSE_SECONDS)
@@ -84,10 +84,10 @@ def functions(reward: config.RewardConfig, example: Example | None = None) -> li
             problem = f"config.reward.functions: {problem}"
     if problem:
         raise protocols.ConfigError(problem)
-    return scored
+    return scores
 
 
-def _received(answers: connection.Connection, child: process.BaseProcess, allowed: float) -> Iterator[Scored]:
+def _receive_scores(answers: connection.Connection, child: process.BaseProcess, allowed: float) -> Iterator[Scored]:
     """Yields the scores of the functions that the child names, until it has died or a function is too slow.
 
     A run allows a call `allowed` seconds.
@@ -115,27 +115,27 @@ def _received(answers: connection.Connection, child: process.BaseProcess, allowe
             yield Scored(names[0], outcome, takes_transcript=False)
 
 
-def _tried(reward: config.RewardConfig, example: Example | None, answer: connection.Connection) -> None:
+def _try_functions(reward: config.RewardConfig, example: Example | None, answer: connection.Connection) -> None:
     """Makes the functions, and sends the first problem, or an empty text. Then sends their scores of the example."""
 
     async def body() -> None:
         worker = actors.RewardWorker(reward.functions)
         try:
-            made = await worker.start()
+            transcript_flags = await worker.start()
         except protocols.LibraError as error:
             answer.send(str(error))
             return
         answer.send("")
         if example is None:
             return
-        ours = [
+        library_functions = [
             name
             for name, function in reward.parsed().items()
             if function.factory.startswith(resolving.SHIPPED) and function.factory != resolving.ITSELF
         ]
-        own = {name: takes for name, takes in made.items() if name not in ours}
-        answer.send(list(own))
-        for name, takes_transcript in own.items():
+        user_functions = {name: takes for name, takes in transcript_flags.items() if name not in library_functions}
+        answer.send(list(user_functions))
+        for name, takes_transcript in user_functions.items():
             right, silent = (
                 transcript if takes_transcript else transcript.text
                 for transcript in (example.transcript, example.silent)

@@ -26,7 +26,7 @@ def run(body, functions, notes, **reward):
     async def main():
         actors = create.create(config.ClusterConfig(backend="ray"), shutdown_seconds=1, start_seconds=120)
         try:
-            async with composition.opened(made, actors, note=notes.append, start_seconds=60) as scorer:
+            async with composition.open_scorer(made, actors, note=notes.append, start_seconds=60) as scorer:
                 return await body(scorer)
         finally:
             await actors.shutdown()

@@ -21,7 +21,7 @@ def run(tmp_path, functions, *, reward=None, make_environment=doubles.TwoTurns, 
     async def main():
         actors, notes = inprocess.InProcessCluster(shutdown_seconds=5), []
         try:
-            async with composition.opened(config.reward, actors, note=notes.append, start_seconds=30) as scorer:
+            async with composition.open_scorer(config.reward, actors, note=notes.append, start_seconds=30) as scorer:
                 bench = doubles.Bench(config, tmp_path, reward=scorer, make_environment=make_environment)
                 return bench, await bench.coordinator.run()
         finally:

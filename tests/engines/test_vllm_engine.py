@@ -190,13 +190,13 @@ def test_a_teacher_behind_vllms_server_scores_as_one_on_the_mesh(host):
         async with served(host) as url:
             algorithm = config.AlgorithmConfig(teacher=url, kl_coefficient=1.0)
             run = config.RunConfig(algorithm=algorithm, rollout=config.RolloutConfig(max_context=255, max_tokens=8))
-            async with teacher.opened(run, Ids()) as made:
+            async with teacher.open_teacher(run, Ids()) as made:
                 scored = await asyncio.gather(*(made.log_probs(tokens) for tokens in vllm_host.PROMPTS))
                 with pytest.raises(protocols.ConfigError, match=r"refuses 256 tokens \(BadRequestError"):
                     await made.log_probs([5] * 256)
             run.rollout.max_context = 256
             with pytest.raises(protocols.ConfigError, match="takes 256 tokens, and a rollout with one token after it"):
-                async with teacher.opened(run, Ids()):
+                async with teacher.open_teacher(run, Ids()):
                     pass
         return scored
 

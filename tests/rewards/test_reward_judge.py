@@ -207,7 +207,7 @@ def test_a_judge_in_a_reward_scores_many_attempts_at_once_as_the_config_allows_a
     async def main():
         actors = inprocess.InProcessCluster(shutdown_seconds=10)
         try:
-            async with composition.opened(reward, actors, note=print, start_seconds=60) as scorer:
+            async with composition.open_scorer(reward, actors, note=print, start_seconds=60) as scorer:
                 tries = [scoring.Transcript("x", answer=str(n)) for n in range(12)]
                 found = await asyncio.gather(*(scorer(TASK, transcript) for transcript in tries))
                 return [*found, await scorer(TASK, tries[0])]

@@ -36,7 +36,7 @@ def with_scorer(body, functions, *, notes=None, cluster=None, **reward):
     async def main():
         actors = cluster or inprocess.InProcessCluster(shutdown_seconds=10)
         try:
-            async with composition.opened(
+            async with composition.open_scorer(
                 made, actors, note=(notes if notes is not None else []).append, start_seconds=30
             ) as scorer:
                 return await body(scorer)

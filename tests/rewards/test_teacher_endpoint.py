@@ -67,7 +67,7 @@ def run_config(url, longest=63, **arguments):
 
 def scores(url, *rollouts, longest=63, **arguments):
     async def main():
-        async with teacher.opened(run_config(url, longest, **arguments), CharacterTokenizer()) as made:
+        async with teacher.open_teacher(run_config(url, longest, **arguments), CharacterTokenizer()) as made:
             return await asyncio.gather(*(made.log_probs(tokens) for tokens in rollouts))
 
     return asyncio.run(main())
@@ -96,7 +96,7 @@ def test_a_server_that_stays_broken_fails_the_rollout_without_the_key(server, mo
     monkeypatch.setenv("TEACHER_KEY", "top-secret")
 
     async def main():
-        made = teacher.served(server.base_url, "my-teacher", api_key_env="TEACHER_KEY", retries=1)
+        made = teacher.create(server.base_url, "my-teacher", api_key_env="TEACHER_KEY", retries=1)
         server.troubles = [500] * 9
         await made.log_probs([1, 2])
 
@@ -112,7 +112,7 @@ def test_a_server_that_hangs_fails_the_rollout_at_the_deadline(server):
     server.seconds = 0.5
 
     async def main():
-        await teacher.served(server.base_url, "my-teacher", seconds=0.1, retries=0).log_probs([1, 2])
+        await teacher.create(server.base_url, "my-teacher", seconds=0.1, retries=0).log_probs([1, 2])
 
     with pytest.raises(protocols.TeacherFailed, match=r"failed: (no answer within 0.1 s|APITimeoutError)"):
         asyncio.run(main())
@@ -186,7 +186,7 @@ def test_what_is_no_url_of_a_server_is_refused(url):
 def test_arguments_that_make_no_teacher_are_refused_by_name(arguments, problem):
     algorithm = run_config(URL, **arguments).algorithm
     with pytest.raises(protocols.ConfigError, match=problem):
-        teacher.made(algorithm)
+        teacher.from_config(algorithm)
     if "modle" in arguments:
         with pytest.raises(protocols.ConfigError, match=problem):
             teacher.check(algorithm)

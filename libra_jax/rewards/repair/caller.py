@@ -58,6 +58,6 @@ def main(request: dict[str, Any]) -> None:
         except BaseException:  # no such function, or a value that is no JSON
             continue
         if len(text) <= request["most_bytes"]:
-            left = memoryview(f"{text}\n".encode())
-            while left:
-                left = left[os.write(answers, left) :]
+            buffer = memoryview(f"{text}\n".encode())
+            while buffer:
+                buffer = buffer[os.write(answers, buffer) :]

@@ -32,7 +32,7 @@ class Grader:
     def __init__(self, tools: toolkit.Toolkit, partial: bool, seconds: float, most_bytes: int) -> None:
         self._tools, self._partial, self._seconds, self._most_bytes = tools, partial, seconds, most_bytes
         self._verdicts: collections.OrderedDict[str, suites.Verdict] = collections.OrderedDict()
-        self._unchanged: suites.Known = {}
+        self._unchanged: suites.UnchangedRuns = {}
         self._reasons = resolving.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def grade(

@@ -62,18 +62,18 @@ def printed(text: str) -> dict[str, Outcome]:
     print the docstring, and the test may print its own output.
     """
     outcomes: dict[str, Outcome] = {}
-    begun = ""
+    current_test = ""
     for line in text.splitlines():
         for pattern in _PYTEST:
-            if found := pattern.match(line):
-                _add(outcomes, dotted(found["test"]), _WORDS.get(found["word"], "failed"))
-        if found := _UNITTEST.match(line):
-            where, name = found["where"], found["test"]
+            if match := pattern.match(line):
+                _add(outcomes, dotted(match["test"]), _WORDS.get(match["word"], "failed"))
+        if match := _UNITTEST.match(line):
+            where, name = match["where"], match["test"]
             # Versions before Python 3.11 leave the name out.
-            begun = where if where.endswith("." + name) else f"{where}.{name}"
-            if found["bad"]:  # in the list of details at the end
-                outcomes[begun] = "failed"
-        if begun and (found := _OUTCOME.match(line)):
-            word = "skipped" if found["word"].startswith("skipped") else found["word"]
-            _add(outcomes, begun, _WORDS.get(word, "failed"))
+            current_test = where if where.endswith("." + name) else f"{where}.{name}"
+            if match["bad"]:  # in the list of details at the end
+                outcomes[current_test] = "failed"
+        if current_test and (match := _OUTCOME.match(line)):
+            word = "skipped" if match["word"].startswith("skipped") else match["word"]
+            _add(outcomes, current_test, _WORDS.get(word, "failed"))
     return outcomes

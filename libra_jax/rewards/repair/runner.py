@@ -41,31 +41,33 @@ def _remove_shadows(added: Mapping[str, list[str]], packages: list[str]) -> None
     request = json.dumps([packages, [name for name in added if name.isidentifier()]])
     # Python itself knows best what it finds: its own modules, those of its site-packages and of paths that these add.
     command = [sys.executable, "-I", "-c", _FIND]
-    found = subprocess.run(command, input=request, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-    for path in {path for name in (*found, *_OPTIONAL) for path in added.get(name, ())}:
+    importable_names = subprocess.run(
+        command, input=request, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.split()
+    for path in {path for name in (*importable_names, *_OPTIONAL) for path in added.get(name, ())}:
         os.unlink(path)
 
 
 def _digests(request: Mapping[str, Any], workspace: str) -> dict[str, str]:
     """Returns a digest of each file that decides how tests run."""
-    found, tests = {}, set(request["tests"])
+    digests, tests = {}, set(request["tests"])
     for folder, _, names in os.walk(workspace):
         for name in names:
             path = os.path.relpath(os.path.join(folder, name), workspace)
             if path in tests or any(fnmatch.fnmatchcase(name, pattern) for pattern in request["startup"]):
                 try:
                     with open(os.path.join(folder, name), "rb") as file:
-                        found[path] = hashlib.sha256(file.read()).hexdigest()
+                        digests[path] = hashlib.sha256(file.read()).hexdigest()
                 except OSError as error:
-                    found[path] = type(error).__name__
-    return found
+                    digests[path] = type(error).__name__
+    return digests
 
 
-def _drain(pipe: IO[bytes], printed: bytearray, most: int) -> None:
-    """Reads a pipe to its end, and keeps the last `most` bytes in `printed`."""
+def _drain(pipe: IO[bytes], printed: bytearray, max_bytes: int) -> None:
+    """Reads a pipe to its end, and keeps the last `max_bytes` bytes in `printed`."""
     while chunk := os.read(pipe.fileno(), 65536):
         printed.extend(chunk)
-        del printed[:-most]
+        del printed[:-max_bytes]
 
 
 def _run(request: Mapping[str, Any], workspace: str, path: list[str]) -> dict[str, Any]:
@@ -101,14 +103,14 @@ def _run(request: Mapping[str, Any], workspace: str, path: list[str]) -> dict[st
     reader.join(_DRAIN_SECONDS)
     after = _digests(request, workspace)
     touched = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
-    found: dict[str, Any] = {"touched": touched, "status": shell.returncode}
+    result: dict[str, Any] = {"touched": touched, "status": shell.returncode}
     try:
         # Tested code may have put a link or a pipe there.
         with open(os.open(report, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            found["junit"] = file.read(request["most_bytes"] + 1).decode(errors="replace")
+            result["junit"] = file.read(request["most_bytes"] + 1).decode(errors="replace")
     except OSError:
-        found["printed"] = printed.decode(errors="replace")
-    return found
+        result["printed"] = printed.decode(errors="replace")
+    return result
 
 
 def main(request: Mapping[str, Any]) -> None:
@@ -123,12 +125,12 @@ def main(request: Mapping[str, Any]) -> None:
     if request["added"]:
         _remove_shadows(request["added"], packages)
     source = os.path.join(workspace, "src")
-    own = [source, workspace] if os.path.isdir(source) else [workspace]  # Python would read a zip file, too
-    found = _run(request, workspace, [*own, *packages])
-    text = json.dumps({**found, "secret": request["secret"]}).encode()
+    source_paths = [source, workspace] if os.path.isdir(source) else [workspace]  # Python would read a zip file, too
+    result = _run(request, workspace, [*source_paths, *packages])
+    text = json.dumps({**result, "secret": request["secret"]}).encode()
     if len(text) > request["most_bytes"]:  # the sandbox would cut the middle out of a longer answer
         problem = _TOO_LONG.format(request["most_bytes"] // 2**20)
         text = json.dumps({"problem": problem, "secret": request["secret"]}).encode()
-    left = memoryview(text)
-    while left:
-        left = left[os.write(answer, left) :]
+    buffer = memoryview(text)
+    while buffer:
+        buffer = buffer[os.write(answer, buffer) :]

@@ -83,7 +83,7 @@ class Snapshot:
           DataError: The path is neither, or it takes more than `most_bytes`.
         """
         if path.is_dir():
-            read, links, left = {}, {}, most_bytes
+            read, links, remaining_bytes = {}, {}, most_bytes
             for folder, folders, names in os.walk(path):
                 # The history may hold the fix.
                 folders[:] = [name for name in sorted(folders) if name not in (".git", "__pycache__")]
@@ -92,8 +92,8 @@ class Snapshot:
                     if item.is_symlink():
                         links[short] = os.readlink(item)
                     elif item.is_file():
-                        left -= item.stat().st_size
-                        if left < 0:
+                        remaining_bytes -= item.stat().st_size
+                        if remaining_bytes < 0:
                             raise protocols.DataError(f"{path}: takes more than {most_bytes} bytes")
                         read[short] = File(item.read_bytes(), os.access(item, os.X_OK))
             return cls(read, links)
@@ -101,15 +101,15 @@ class Snapshot:
             raise protocols.DataError(f"{path}: no such directory or tar")
         try:
             with tarfile.open(path, tarinfo=_bounded_member()) as archive:
-                found = _members(archive, most_bytes, f"{path}")
+                snapshot = _members(archive, most_bytes, f"{path}")
         except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError) as error:
             raise protocols.DataError(f"{path}: no directory, and not readable as a tar ({error})") from error
-        roots = {name.split("/", 1)[0] if "/" in name else "" for name in (*found.files, *found.links)}
+        roots = {name.split("/", 1)[0] if "/" in name else "" for name in (*snapshot.files, *snapshot.links)}
         if len(roots) != 1 or "" in roots:
-            return found
+            return snapshot
         cut = len(roots.pop()) + 1
-        files = {name[cut:]: file for name, file in found.files.items()}
-        return cls(files, {name[cut:]: target for name, target in found.links.items()})
+        files = {name[cut:]: file for name, file in snapshot.files.items()}
+        return cls(files, {name[cut:]: target for name, target in snapshot.links.items()})
 
     def pack(self) -> bytes:
         """Returns the snapshot as an archive that a sandbox unpacks."""
@@ -134,12 +134,12 @@ def of_task(task: protocols.Task, field: str, most_bytes: int) -> Snapshot:
       field: Name of the field. Its value has texts by path, or is the path of a directory or tar. Empty: no files.
       most_bytes: Most bytes of all files.
     """
-    given = task.payload.get(field) if field else {}
-    if isinstance(given, str):
-        return _read(pathlib.Path(given), most_bytes)
-    if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
+    value = task.payload.get(field) if field else {}
+    if isinstance(value, str):
+        return _read(pathlib.Path(value), most_bytes)
+    if not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value.values()):
         raise protocols.DataError(f"task {task.prompt_id}: its field {field!r} holds neither texts by path nor a path")
-    return Snapshot.of_texts(given)
+    return Snapshot.of_texts(value)
 
 
 _read = functools.lru_cache(maxsize=64)(Snapshot.read)
@@ -159,8 +159,8 @@ def taken_over(saved: limits.Outcome, most_bytes: int) -> tuple[dict[str, File],
     if not saved.archive:
         return {}, ""
     try:
-        with tarfile.open(fileobj=io.BytesIO(saved.archive), mode="r:", tarinfo=_bounded_member()) as opened:
-            return dict(_members(opened, most_bytes, "the workspace").files), ""
+        with tarfile.open(fileobj=io.BytesIO(saved.archive), mode="r:", tarinfo=_bounded_member()) as archive:
+            return dict(_members(archive, most_bytes, "the workspace").files), ""
     except (tarfile.TarError, protocols.DataError, OSError, EOFError, ValueError, RecursionError) as error:
         return {}, str(error)
 
@@ -170,14 +170,14 @@ def _bounded_member() -> type[tarfile.TarInfo]:
 
     A compressed megabyte may hold a name of a gigabyte.
     """
-    left = _HEADERS_BYTES
+    remaining_bytes = _HEADERS_BYTES
 
     class Member(tarfile.TarInfo):
         def _proc_member(self, archive: tarfile.TarFile) -> Any:
-            nonlocal left
+            nonlocal remaining_bytes
             if self.type in _EXTENSIONS:
-                left -= max(self.size, tarfile.BLOCKSIZE)
-                if self.size > _LONGEST_HEADER or left < 0:
+                remaining_bytes -= max(self.size, tarfile.BLOCKSIZE)
+                if self.size > _LONGEST_HEADER or remaining_bytes < 0:
                     raise tarfile.ReadError("names and descriptions of its members take too many bytes")
             if self.type == tarfile.GNUTYPE_SPARSE:
                 self._refuse_sparse()
@@ -195,24 +195,24 @@ def _bounded_member() -> type[tarfile.TarInfo]:
 
 def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> Snapshot:
     files: dict[str, File] = {}
-    links, left = {}, most_bytes
+    links, remaining_bytes = {}, most_bytes
     for member in archive:
         path = posixpath.normpath(member.name)
         # Headers count, too: otherwise empty files and links would have no bound.
-        left -= tarfile.BLOCKSIZE
-        if left < 0:
+        remaining_bytes -= tarfile.BLOCKSIZE
+        if remaining_bytes < 0:
             break
         vars(archive)["members"].clear()  # otherwise the archive keeps every member in memory
         if member.isreg() and not member.issparse() and is_inside(path):
-            left -= member.size
-            if left < 0:
+            remaining_bytes -= member.size
+            if remaining_bytes < 0:
                 break
             source = archive.extractfile(member)
             assert source is not None
             files[path] = File(source.read(), bool(member.mode & 0o100))
         elif member.issym() and is_inside(path):
             links[path] = member.linkname
-    if left < 0:
+    if remaining_bytes < 0:
         raise protocols.DataError(f"{where}: takes more than {most_bytes} bytes")
     return Snapshot(files, links)
 

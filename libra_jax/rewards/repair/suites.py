@@ -122,7 +122,7 @@ class Findings:
     killed: bool = False
 
 
-Known = MutableMapping[str, asyncio.Task[Findings]]
+UnchangedRuns = MutableMapping[str, asyncio.Task[Findings]]
 """Runs of unchanged repositories, by digest: those that are under way, and those that have a result."""
 
 
@@ -135,7 +135,7 @@ async def run(
     snapshot: snapshots.Snapshot,
     workspace: Mapping[str, snapshots.File],
     suite: Suite,
-    known: Known | None = None,
+    unchanged_runs: UnchangedRuns | None = None,
 ) -> Verdict:
     """Runs hidden tests on a repository as a policy left it. The tested code is responsible for its effects on the run.
 
@@ -149,15 +149,15 @@ async def run(
       snapshot: The original repository.
       workspace: Current files by path.
       suite: The tests.
-      known: Findings on unchanged repositories, kept between calls. Belongs to one event loop.
+      unchanged_runs: Findings on unchanged repositories, kept between calls. Belongs to one event loop.
 
     Raises:
       WorkerLost: Sandboxes did not start, or were killed while files were unpacked. Also if they died during the run
         and during that of the unchanged repository.
     """
-    bench = _Bench(sandbox, snapshot, suite, {} if known is None else known)
+    bench = _Bench(sandbox, snapshot, suite, {} if unchanged_runs is None else unchanged_runs)
     try:
-        found = await bench.findings(workspace)
+        findings = await bench.findings(workspace)
     except _Died as death:
         try:
             # Now, because earlier findings say nothing about the machine's current state.
@@ -170,22 +170,22 @@ async def run(
                 f"({error}); see that this machine has memory left, and sandbox.memory_mib"
             ) from error
         return Verdict(0, suite.total, f"ended the sandbox: {death}", broke=True)
-    if found.problem:
-        return Verdict(0, suite.total, found.problem, found.overdue, found.forged)
-    wanted = [outcomes.dotted(name) for name in suite.must_pass]
+    if findings.problem:
+        return Verdict(0, suite.total, findings.problem, findings.overdue, findings.forged)
+    required_tests = [outcomes.dotted(name) for name in suite.must_pass]
     before: Mapping[str, outcomes.Outcome] = {}
-    if not suite.calls and (not wanted or "xfailed" in found.outcomes.values()):
+    if not suite.calls and (not required_tests or "xfailed" in findings.outcomes.values()):
         with contextlib.suppress(_Died):
             before = (await bench.unchanged()).outcomes
     files = [outcomes.dotted(f"{path}::") for path in suite.tests]
-    wanted = wanted or _all_tests(found.outcomes, before, files)
+    required_tests = required_tests or _all_tests(findings.outcomes, before, files)
     # The tested code can cause a skip or an expected failure itself, so only those of the unchanged repository count.
     good = [
         name
-        for name in wanted
-        if (outcome := found.outcomes.get(name)) == "passed" or outcome == "xfailed" == before.get(name)
+        for name in required_tests
+        if (outcome := findings.outcomes.get(name)) == "passed" or outcome == "xfailed" == before.get(name)
     ]
-    return Verdict(len(good), len(wanted))
+    return Verdict(len(good), len(required_tests))
 
 
 def _all_tests(
@@ -215,7 +215,7 @@ class _Bench:
     sandbox: pool.Sandbox
     snapshot: snapshots.Snapshot
     suite: Suite
-    known: Known
+    unchanged_runs: UnchangedRuns
 
     async def unchanged(self) -> Findings:
         """Returns the findings on the original repository, in half of the seconds of a run at most.
@@ -223,16 +223,16 @@ class _Bench:
         Rollouts that ask at the same time share one run. Findings without a result are not kept.
         """
         key = await call_deadlines.off_loop(digest, self.snapshot, self.snapshot.files, self.suite)
-        task = self.known.get(key)
+        task = self.unchanged_runs.get(key)
         if task is None:
 
-            def forget(ended: asyncio.Task[Findings]) -> None:
-                lost = ended.cancelled() or ended.exception() is not None or bool(ended.result().problem)
-                if lost and self.known.get(key) is ended:
-                    del self.known[key]
+            def forget(test_run: asyncio.Task[Findings]) -> None:
+                lost = test_run.cancelled() or test_run.exception() is not None or bool(test_run.result().problem)
+                if lost and self.unchanged_runs.get(key) is test_run:
+                    del self.unchanged_runs[key]
 
             task = asyncio.get_running_loop().create_task(self.findings(self.snapshot.files, 0.5))
-            self.known[key] = task
+            self.unchanged_runs[key] = task
             task.add_done_callback(forget)
         return await asyncio.shield(task)  # one caller's deadline must not cancel the run for the others
 
@@ -250,31 +250,31 @@ class _Bench:
           _Died: The sandboxes died, one after the other.
           WorkerLost: No sandbox started, or they were killed while files were unpacked.
         """
-        found: Findings | None = None
-        most = share * self.sandbox.limits.of_call(self.suite.seconds)
-        clock, left = asyncio.get_running_loop().time, most
-        began = clock()
+        findings: Findings | None = None
+        max_seconds = share * self.sandbox.limits.of_call(self.suite.seconds)
+        clock, remaining_seconds = asyncio.get_running_loop().time, max_seconds
+        start = clock()
         for attempt in range(1, ATTEMPTS + 1):
             examination = await call_deadlines.off_loop(_Examination, self.snapshot, workspace, self.suite)
             try:
-                outcome = await self.sandbox.examine(examination.files, examination.code, left)
+                outcome = await self.sandbox.examine(examination.files, examination.code, remaining_seconds)
             except pool.NotUnpacked as error:
                 death = str(error)
             except protocols.WorkerLost:
-                if attempt == ATTEMPTS or clock() - began > most / 2:
+                if attempt == ATTEMPTS or clock() - start > max_seconds / 2:
                     raise
             else:
                 if outcome.broken or (outcome.by_code and outcome.status == "failure"):
                     death = outcome.text
                 else:
                     # Off the loop, because a hostile report may be long.
-                    found = await call_deadlines.off_loop(examination.read, outcome)
-            left = most - (clock() - began)
-            if (found is not None and not found.killed) or left < most / 2:
+                    findings = await call_deadlines.off_loop(examination.read, outcome)
+            remaining_seconds = max_seconds - (clock() - start)
+            if (findings is not None and not findings.killed) or remaining_seconds < max_seconds / 2:
                 break
-        if found is None:
+        if findings is None:
             raise _Died(death)
-        return found
+        return findings
 
 
 def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> str:
@@ -282,15 +282,15 @@ def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File]
 
     The unchanged repository belongs to it: without named tests, its outcomes say which tests have to pass.
     """
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for files in (snapshot.files, snapshots.for_tests(snapshot, workspace, suite.tests).files, suite.tests):
         for path in sorted(files):
             content = files[path].content
             # The length keeps the boundaries between files unambiguous.
-            found.update(f"{path!r} {len(content)} {files[path].executable}".encode(errors="surrogateescape"))
-            found.update(content)
-    found.update(repr((tuple(suite.must_pass), suite.command, suite.seconds, suite.calls)).encode())
-    return found.hexdigest()
+            hasher.update(f"{path!r} {len(content)} {files[path].executable}".encode(errors="surrogateescape"))
+            hasher.update(content)
+    hasher.update(repr((tuple(suite.must_pass), suite.command, suite.seconds, suite.calls)).encode())
+    return hasher.hexdigest()
 
 
 class _Examination:
@@ -339,22 +339,22 @@ class _Examination:
 
     def _runs(self, name: str, file: snapshots.File) -> bool:
         """Returns whether tests of a file run whose name does not begin with "test". pytest takes `*_test.py`."""
-        taken = not self._suite.command or ("pytest" in self._suite.command and name.endswith("_test.py"))
-        return taken and b"def test" in file.content
+        is_collected = not self._suite.command or ("pytest" in self._suite.command and name.endswith("_test.py"))
+        return is_collected and b"def test" in file.content
 
     def _control(self, where: str, place: int) -> tuple[str, str]:
         """Returns name and body of a control test. The first passes; of those that fail, one is of each form."""
         good = place == 0 or (place > 2 and secrets.randbelow(2) == 1)
-        left = secrets.token_hex(4)
-        right = left if good else secrets.token_hex(4)
+        first = secrets.token_hex(4)
+        second = first if good else secrets.token_hex(4)
         test = f"test_{secrets.token_hex(8)}"
         name = outcomes.dotted(f"{where}::{test}")
         self._controls[name] = good
         self._modules[name] = outcomes.dotted(f"{where.partition('::')[0]}::").removesuffix(".")
         # A plain function, which has no `self` to assert with.
         if where.endswith(".py"):
-            return test, f"assert {left!r} == {right!r}"
-        forms = (f"self.assertEqual({left!r}, {right!r})", f"assert {left!r} == {right!r}")
+            return test, f"assert {first!r} == {second!r}"
+        forms = (f"self.assertEqual({first!r}, {second!r})", f"assert {first!r} == {second!r}")
         return test, forms[place - 1] if place in (1, 2) else secrets.choice(forms)
 
     def read(self, outcome: limits.Outcome) -> Findings:
@@ -379,18 +379,18 @@ class _Examination:
         if junit is None and (not self._suite.command or "pytest" in self._suite.command):
             return Findings(problem="the runner wrote no report", forged=True)  # one that runs to its end does
         try:
-            found = outcomes.printed(str(answer.get("printed", ""))) if junit is None else outcomes.of_junit(junit)
+            results = outcomes.printed(str(answer.get("printed", ""))) if junit is None else outcomes.of_junit(junit)
         except ValueError as error:
             return Findings(problem=str(error), forged=True)
         for name, good in self._controls.items():
             # Our own runner reports a module whose import failed, so its controls could not run. Other runners do not
             # report it.
             module = self._modules[name]
-            unloaded = not self._suite.command and f"{module}.import" in found
+            unloaded = not self._suite.command and f"{module}.import" in results
             # A project may set other names of test files. None of the tests in such a file passes, then.
             if not module.rpartition(".")[2].startswith("test"):
-                unloaded |= not any(test.startswith(f"{module}.") for test in found)
-            if found.get(name) != ("passed" if good else "failed") and not (unloaded and name not in found):
+                unloaded |= not any(test.startswith(f"{module}.") for test in results)
+            if results.get(name) != ("passed" if good else "failed") and not (unloaded and name not in results):
                 return Findings(
                     problem="tests that must pass or fail in any case did not, or were not run", forged=True
                 )
@@ -398,4 +398,4 @@ class _Examination:
         # A simple command must fail, because some controls fail in every run.
         if simple and self._controls and answer.get("status") == 0:
             return Findings(problem="the test command ended with status 0 although a test failed", forged=True)
-        return Findings({name: outcome for name, outcome in found.items() if name not in self._controls})
+        return Findings({name: outcome for name, outcome in results.items() if name not in self._controls})
