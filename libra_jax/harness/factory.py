@@ -94,8 +94,8 @@ def environment(
     config.check(sum(both) == 1, _FIELD, "must hold either 'command' or 'callable'")
     for name, value in (("container", container), ("sandbox", sandbox), ("options", options)):
         config.check(not (value and callable), f"{_FIELD}.{name}", "belongs to 'command', not to 'callable'")
-    for name, given in (("python", python), ("arguments", arguments), ("search", search)):
-        config.check(not (given and command), f"{_FIELD}.{name}", "belongs to 'callable', not to 'command'")
+    for name, argument in (("python", python), ("arguments", arguments), ("search", search)):
+        config.check(not (argument and command), f"{_FIELD}.{name}", "belongs to 'callable', not to 'command'")
     config.check(not search or bool(python), f"{_FIELD}.search", "needs 'python', an interpreter of its own")
     config.check(not options or bool(container), f"{_FIELD}.options", "needs 'container'")
     config.check(not (container and sandbox), f"{_FIELD}.sandbox", "is for commands without 'container'")
@@ -176,11 +176,11 @@ def _program(word: str, field: str) -> str:
     if "{" in word or ("/" in word and not os.path.exists(word)):
         config.check(field != "python", f"{_FIELD}.{field}", f"there is no program {word}")
         return word  # a file of the rollout's working directory
-    found = shutil.which(word)
-    config.check(found is not None, f"{_FIELD}.{field}", f"there is no program {word} on this machine")
-    assert found is not None
+    path = shutil.which(word)
+    config.check(path is not None, f"{_FIELD}.{field}", f"there is no program {word} on this machine")
+    assert path is not None
     # Not resolved: an interpreter of a virtual environment is a link, and knows its place by the link's path.
-    return os.path.abspath(found)
+    return os.path.abspath(path)
 
 
 def _needed(tools: toolkit.Toolkit | None, name: str) -> toolkit.Toolkit:

@@ -79,18 +79,22 @@ class InContainer:
                 **self.settings.variables,
             }
             seconds = _seconds(self.settings, payload)
-            ended = await self._inside(job, name, job.filled(self.command), variables, seconds)
+            agent_result = await self._inside(job, name, job.filled(self.command), variables, seconds)
             # The tests come in once the agent and all its processes are gone.
             await self._call(job, [self.runtime, "exec", name, "sh", "-c", _END_ALL], self.build_seconds, name)
             await call_deadlines.off_loop(_set_aside, root / "logs")
             copied = [self.runtime, "cp", f"{payload['folder']}/tests", f"{name}:/tests"]
             await self._must(job, copied, self.build_seconds, name)
             variables = {**payload["variables"], **payload["tests_variables"]}
-            judged = await self._inside(job, name, ["bash", "/tests/test.sh"], variables, payload["tests_seconds"])
+            tests_result = await self._inside(
+                job, name, ["bash", "/tests/test.sh"], variables, payload["tests_seconds"]
+            )
         finally:
             await processes.uncancelled(self._remove(job, name))
-        verdict = await call_deadlines.off_loop(_verdict, root / "logs" / "verifier", judged)
-        return jobs.Finished(job.task, ended.status, ended.output, ended.errors, ended.seconds, verdict)
+        verdict = await call_deadlines.off_loop(_verdict, root / "logs" / "verifier", tests_result)
+        return jobs.Finished(
+            job.task, agent_result.status, agent_result.output, agent_result.errors, agent_result.seconds, verdict
+        )
 
     async def _build(self, job: jobs.Job) -> str:
         folder = Path(job.task.payload["folder"])
@@ -106,10 +110,10 @@ class InContainer:
         return await self._call(job, words, seconds, name, variables)
 
     async def _must(self, job: jobs.Job, words: Sequence[str], seconds: float, name: str = "") -> None:
-        ended = await self._call(job, words, seconds, name)
-        if ended.status != 0:
-            said = ended.errors.strip()[-400:] or f"no answer within {seconds:g} s"
-            raise protocols.EnvironmentCrashed(f"{words[0]} {words[1]}, task {job.task.prompt_id}: {said}")
+        result = await self._call(job, words, seconds, name)
+        if result.status != 0:
+            reason = result.errors.strip()[-400:] or f"no answer within {seconds:g} s"
+            raise protocols.EnvironmentCrashed(f"{words[0]} {words[1]}, task {job.task.prompt_id}: {reason}")
 
     async def _call(
         self, job: jobs.Job, words: Sequence[str], seconds: float, name: str, variables: Mapping[str, str] | None = None
@@ -146,9 +150,9 @@ def _set_aside(logs: Path) -> None:
     (logs / "verifier").mkdir()
 
 
-def _verdict(folder: Path, judged: processes.Ended) -> object:
+def _verdict(folder: Path, tests_result: processes.Ended) -> object:
     """Returns what the tests wrote. Tests that are late count as failed, because the agent's files may hang them."""
-    overdue = judged.status is None
+    overdue = tests_result.status is None
     if overdue:
         return {"reward": 0.0, "metrics": {"tests_overdue": 1.0}}
     try:
@@ -161,8 +165,8 @@ def _verdict(folder: Path, judged: processes.Ended) -> object:
             return {"reward": rewards, "metrics": {"tests_overdue": 0.0}}
         reward = float(workspace.read(folder / "reward.txt", _REWARD_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        said = (judged.errors.strip() or judged.output.strip())[-400:]
-        raise protocols.AttemptVoided(f"the tests gave no reward ({error}); they said last: {said}") from error
+        output_tail = (tests_result.errors.strip() or tests_result.output.strip())[-400:]
+        raise protocols.AttemptVoided(f"the tests gave no reward ({error}); they said last: {output_tail}") from error
     return {"reward": reward, "metrics": {"tests_overdue": 0.0}}
 
 

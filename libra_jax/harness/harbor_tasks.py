@@ -21,13 +21,13 @@ def task_source(path: str = "", seed: int = 0, holdout: float = 0.05) -> dataset
     Raises:
       DataError: The folder holds no tasks, or one is malformed. Has its path.
     """
-    found = sorted(file.parent for file in Path(path or ".").glob("*/task.toml"))
-    if not found:
+    folders = sorted(file.parent for file in Path(path or ".").glob("*/task.toml"))
+    if not folders:
         raise protocols.DataError(f"{path or '.'}: no folder in it has a task.toml, so it holds no tasks of Harbor")
     return datasets.FileTasks(
         path,
         seed,
-        [(number, _payload(folder)) for number, folder in enumerate(found, 1)],
+        [(number, _payload(folder)) for number, folder in enumerate(folders, 1)],
         holdout,
         prompt="instruction",
     )

@@ -150,36 +150,36 @@ class Runner(Protocol):
 
 def metrics(verdict: object) -> dict[str, float]:
     """Returns the metrics of a verdict, of which nothing else counts because a scorer gives the reward."""
-    given = verdict.metrics if isinstance(verdict, protocols.Outcome) else None
+    values = verdict.metrics if isinstance(verdict, protocols.Outcome) else None
     if isinstance(verdict, Mapping):
-        given = verdict.get("metrics")
-    if not isinstance(given, Mapping):
+        values = verdict.get("metrics")
+    if not isinstance(values, Mapping):
         return {}
-    return {str(name): float(value) for name, value in given.items() if isinstance(value, int | float)}
+    return {str(name): float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
-def outcome(verdict: object, whose: str) -> protocols.Outcome:
+def outcome(verdict: object, subject: str) -> protocols.Outcome:
     """Returns a verdict as an `Outcome`.
 
     Args:
       verdict: an `Outcome`, a number, or a mapping with `reward`, and maybe `metrics` and `segment_rewards`.
-      whose: who gave the verdict, for errors.
+      subject: who gave the verdict, for errors.
 
     Raises:
       AttemptVoided: it is none of these.
     """
     if isinstance(verdict, protocols.Outcome):
         return verdict
-    given: Mapping[str, Any] = verdict if isinstance(verdict, Mapping) else {"reward": verdict}
+    values: Mapping[str, Any] = verdict if isinstance(verdict, Mapping) else {"reward": verdict}
     try:
-        if isinstance(given["reward"], str):  # float() would take a text, and a verdict is a number
+        if isinstance(values["reward"], str):  # float() would take a text, and a verdict is a number
             raise TypeError
         return protocols.Outcome(
-            float(given["reward"]),
-            {str(name): float(value) for name, value in (given.get("metrics") or {}).items()},
-            {int(index): float(value) for index, value in (given.get("segment_rewards") or {}).items()},
+            float(values["reward"]),
+            {str(name): float(value) for name, value in (values.get("metrics") or {}).items()},
+            {int(index): float(value) for index, value in (values.get("segment_rewards") or {}).items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise protocols.AttemptVoided(
-            f'{whose} gave the verdict {str(verdict)!r:.120}; it must be a number, or {{"reward": NUMBER}}'
+            f'{subject} gave the verdict {str(verdict)!r:.120}; it must be a number, or {{"reward": NUMBER}}'
         ) from error

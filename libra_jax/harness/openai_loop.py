@@ -46,8 +46,8 @@ async def agent(
       environment_arguments: arguments of the factory.
     """
     factory = resolving.resolve(environment, f"{_FIELD}.environment")
-    given = dict(environment_arguments or {})
-    world: protocols.Environment = resolving.call(factory, environment, given, f"{_FIELD}.environment_arguments")
+    arguments = dict(environment_arguments or {})
+    world: protocols.Environment = resolving.call(factory, environment, arguments, f"{_FIELD}.environment_arguments")
     metrics: dict[str, float] = {}
     async with client(endpoint) as model:
         try:
@@ -102,8 +102,8 @@ def status(call: protocols.ToolCall | None, message: protocols.Message) -> tuple
 
     The name of a tool whose calls are a part of the text is not on the wire. `agent` sends it as the call's id.
     """
-    found = tool_results.status(call, message)
-    return None if found is None else (message.tool_call_id or arithmetic.TOOL, found[1])
+    outcome = tool_results.status(call, message)
+    return None if outcome is None else (message.tool_call_id or arithmetic.TOOL, outcome[1])
 
 
 def demonstration(task: protocols.Task) -> Sequence[protocols.Message]:

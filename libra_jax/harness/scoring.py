@@ -36,12 +36,13 @@ class OwnVerdict:
     """Takes the verdict that a callable returned."""
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
-        whose = f"the agent of task {finished.task.prompt_id}"
+        subject = f"the agent of task {finished.task.prompt_id}"
         if finished.verdict is None:
             raise protocols.AttemptVoided(
-                f"{whose} gave no verdict. Return one, or name a function that scores it in environment_arguments.score"
+                f"{subject} gave no verdict. Return one, or name a function that scores it in "
+                "environment_arguments.score"
             )
-        return jobs.outcome(finished.verdict, whose)
+        return jobs.outcome(finished.verdict, subject)
 
 
 class ByFunction:
@@ -51,20 +52,20 @@ class ByFunction:
         self._name, self._function, self._seconds = name, function, seconds
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
-        whose = f"the scorer {resolving.shown(self._name)}, task {finished.task.prompt_id}:"
+        subject = f"the scorer {resolving.shown(self._name)}, task {finished.task.prompt_id}:"
         try:
-            found = await call_deadlines.within(self._seconds, call_deadlines.call(self._function, finished))
+            verdict = await call_deadlines.within(self._seconds, call_deadlines.call(self._function, finished))
         except call_deadlines.Overdue:
             raise protocols.AttemptVoided(
-                f"{whose} took more than {self._seconds:g} s (environment_arguments.score_seconds)"
+                f"{subject} took more than {self._seconds:g} s (environment_arguments.score_seconds)"
             ) from None
         except (protocols.EnvironmentCrashed, asyncio.CancelledError):
             raise
         except Exception as error:
             # Often because of what the agent left, such as an output that is no JSON.
             kind = protocols.EnvironmentCrashed if _SERVICES.search(type(error).__name__) else protocols.AttemptVoided
-            raise kind(f"{whose} {resolving.raised(error)}") from error
-        return jobs.outcome(found, whose)
+            raise kind(f"{subject} {resolving.raised(error)}") from error
+        return jobs.outcome(verdict, subject)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class HiddenTests:
         return await self.grader.grade(finished.task, before, finished.files, finished.refused)
 
 
-def checked(outcome: protocols.Outcome, whose: str) -> protocols.Outcome:
+def checked(outcome: protocols.Outcome, subject: str) -> protocols.Outcome:
     """Returns an outcome whose numbers are all finite, and whose metrics have plain names.
 
     Raises:
@@ -94,11 +95,11 @@ def checked(outcome: protocols.Outcome, whose: str) -> protocols.Outcome:
     """
     for reward in (outcome.reward, *outcome.segment_rewards.values()):
         if not math.isfinite(reward):
-            raise protocols.AttemptVoided(f"{whose} gave the reward {reward!r}, which is not a finite number")
+            raise protocols.AttemptVoided(f"{subject} gave the reward {reward!r}, which is not a finite number")
     for name, value in outcome.metrics.items():
         if not (_METRIC.fullmatch(name) and math.isfinite(value)):
             raise protocols.AttemptVoided(
-                f"{whose} gave the metric {name!r:.80} = {value!r}; use only letters, digits, _ and / in its name, and "
-                "a finite number"
+                f"{subject} gave the metric {name!r:.80} = {value!r}; use only letters, digits, _ and / in its name, "
+                "and a finite number"
             )
     return outcome

@@ -34,26 +34,26 @@ class ClientGone(Exception):
     """The client left, or was cut off because it did not read."""
 
 
-async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """Returns the body of a request.
 
     Raises:
-      Problem: the body has more bytes than `most`. No more of it than that is ever in memory.
+      Problem: the body has more bytes than `max_bytes`. No more of it than that is ever in memory.
       ClientGone: the client left.
     """
     length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     body, size, more = bytearray(), 0, True
     # Announced as too large, it is dropped from the first byte on.
-    dropped = length.isdigit() and int(length) > most
+    dropped = length.isdigit() and int(length) > max_bytes
     try:
         async with asyncio.timeout(None) as limit:
-            while more and size <= DRAIN_FACTOR * most:
+            while more and size <= DRAIN_FACTOR * max_bytes:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 chunk, more = message.get("body", b""), message.get("more_body", False)
                 size += len(chunk)
-                if dropped or size > most:
+                if dropped or size > max_bytes:
                     if limit.when() is None:
                         limit.reschedule(asyncio.get_running_loop().time() + DRAIN_SECONDS)
                     dropped = True
@@ -64,7 +64,7 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes:
         if not limit.expired():
             raise
     if dropped:
-        raise errors.Problem(413, f"The body has more than {most} bytes.", code="request_too_large")
+        raise errors.Problem(413, f"The body has more than {max_bytes} bytes.", code="request_too_large")
     return bytes(body)
 
 
@@ -174,17 +174,17 @@ async def while_connected(receive: Receive, answer: Answer, work: Coroutine[Any,
       ClientGone: the client left.
     """
     task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_leaves(receive))
+    disconnect = asyncio.ensure_future(_leaves(receive))
     try:
-        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         # Servers report a client as gone once the response is complete, and then the delivery still has to be noted.
         if not task.done() and not answer.complete:
             raise ClientGone
         await asyncio.wait({task}, timeout=END_SECONDS)
     finally:
         task.cancel()
-        left.cancel()
-        await asyncio.wait({task, left}, timeout=END_SECONDS)
+        disconnect.cancel()
+        await asyncio.wait({task, disconnect}, timeout=END_SECONDS)
     task.result()
 
 

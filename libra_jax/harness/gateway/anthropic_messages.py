@@ -138,8 +138,8 @@ class Tool(fields.Fields):
         family = str(kind).rpartition("_")[0]
         if family in CLIENT_TOOLS:
             described = {name: {"type": _TYPES.get(name, "string")} for name in CLIENT_TOOLS[family].split()}
-            known = {name: value[name] for name in ("name", "cache_control") if name in value}
-            return {**known, "input_schema": {"type": "object", "properties": described}}
+            shared_fields = {name: value[name] for name in ("name", "cache_control") if name in value}
+            return {**shared_fields, "input_schema": {"type": "object", "properties": described}}
         return value
 
 
@@ -199,29 +199,29 @@ def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchang
     """Reads a request. See `exchanges.Read`."""
     if body.get("thread") is not None:
         raise errors.Problem(400, f"thread: {fields.NOT_KEPT}", field="thread", code=errors.NO_THREADS)
-    asked, hints = Create.read(body)
-    return _Exchange(_request(asked, hints), asked.stream, model)
+    parameters, hints = Create.read(body)
+    return _Exchange(_request(parameters, hints), parameters.stream, model)
 
 
 def read_count(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
     """Reads a request for the number of the context's tokens. See `exchanges.Read`."""
-    asked, hints = Create.read({**body, "max_tokens": 1})
-    return _Count(dataclasses.replace(_request(asked, hints), measures=True), False, model)
+    parameters, hints = Create.read({**body, "max_tokens": 1})
+    return _Count(dataclasses.replace(_request(parameters, hints), measures=True), False, model)
 
 
-def _request(asked: Create, hints: list[str]) -> protocols.ChatRequest:
-    messages = [message for turn in asked.messages for message in turn.messages()]
-    if asked.system:
-        messages.insert(0, protocols.Message("system", fields.text(asked.system, "system")))
-    blocks = [block for turn in asked.messages for block in turn.content]
+def _request(parameters: Create, hints: list[str]) -> protocols.ChatRequest:
+    messages = [message for turn in parameters.messages for message in turn.messages()]
+    if parameters.system:
+        messages.insert(0, protocols.Message("system", fields.text(parameters.system, "system")))
+    blocks = [block for turn in parameters.messages for block in turn.content]
     return protocols.ChatRequest(
         messages=messages,
-        tools=_tools(asked.tools, hints) if fields.offers_tools(asked.tool_choice, hints) else (),
-        max_tokens=asked.max_tokens,
-        stop=asked.stop_sequences,
-        temperature=asked.temperature,
+        tools=_tools(parameters.tools, hints) if fields.offers_tools(parameters.tool_choice, hints) else (),
+        max_tokens=parameters.max_tokens,
+        stop=parameters.stop_sequences,
+        temperature=parameters.temperature,
         failed_calls=[block.tool_use_id for block in blocks if block.is_error],
-        options=asked.options(asked.output_config.format or asked.output_format),
+        options=parameters.options(parameters.output_config.format or parameters.output_format),
         hints=hints,
     )
 
@@ -251,7 +251,7 @@ class _Exchange:
         self._open = ""  # type of the block that has not ended; for a call with its number
         self._arguments = ""  # of the open call, so far
 
-    def whole(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
+    def body(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
         (reply,) = replies
         message = reply.message
         content: list[exchanges.Json] = []
@@ -260,8 +260,8 @@ class _Exchange:
         if message.content:
             content.append({"type": "text", "text": message.content})
         for call in message.tool_calls:
-            given = _input(call.arguments)
-            content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": given})
+            tool_input = _input(call.arguments)
+            content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": tool_input})
         return {**self._head(), "content": content, **_stop(reply), "usage": _usage(reply)}
 
     def start(self) -> bytes:
@@ -271,19 +271,19 @@ class _Exchange:
     def part(self, choice: int, delta: protocols.MessageDelta) -> bytes:
         match delta:
             case protocols.ContentDelta(text):
-                begun = self._begin("text", {"type": "text", "text": ""})
-                return begun + self._delta({"type": "text_delta", "text": text})
+                events = self._begin("text", {"type": "text", "text": ""})
+                return events + self._delta({"type": "text_delta", "text": text})
             case protocols.ReasoningDelta(text):
-                begun = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                return begun + self._delta({"type": "thinking_delta", "thinking": text})
+                events = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                return events + self._delta({"type": "thinking_delta", "thinking": text})
         block = {"type": "tool_use", "id": delta.call_id, "name": delta.name, "input": {}}
-        begun = self._begin(f"tool_use {delta.index}", block)
+        events = self._begin(f"tool_use {delta.index}", block)
         self._arguments += delta.arguments
-        return begun
+        return events
 
     def end(self, choice: int, reply: protocols.Reply) -> bytes:
-        closed = self._end_block()
-        return closed + _event("message_delta", delta=_stop(reply), usage=_usage(reply)) + _event("message_stop")
+        events = self._end_block()
+        return events + _event("message_delta", delta=_stop(reply), usage=_usage(reply)) + _event("message_stop")
 
     def close(self, replies: Sequence[protocols.Reply]) -> bytes:
         return b""
@@ -306,10 +306,10 @@ class _Exchange:
         """Begins a block unless the one of this name is open. Blocks follow each other."""
         if self._open == name:
             return b""
-        ended = self._end_block()
+        events = self._end_block()
         self._open = name
         self._blocks += 1
-        return ended + _event("content_block_start", index=self._blocks - 1, content_block=block)
+        return events + _event("content_block_start", index=self._blocks - 1, content_block=block)
 
     def _end_block(self) -> bytes:
         if not self._open:
@@ -330,7 +330,7 @@ class _Exchange:
 class _Count(_Exchange):
     """Answers with the number of the context's tokens alone."""
 
-    def whole(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
+    def body(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
         return {"input_tokens": replies[0].prompt_tokens}
 
 

@@ -47,18 +47,18 @@ _log = logging.getLogger(__name__)
 
 def application(conversations: protocols.Conversations, limits: config_lib.GatewayConfig) -> ASGIApp:
     """Returns the ASGI application that serves these sessions."""
-    known = sessions.Sessions(conversations, limits)
+    live_sessions = sessions.Sessions(conversations, limits)
     paths = [
-        routing.Route("/v1/chat/completions", _Outputs(known, limits, openai_chat.read)),
-        routing.Route("/v1/responses", _Outputs(known, limits, openai_responses.read)),
-        routing.Route("/v1/responses/{name}", _Responses(known, limits)),
-        routing.Route("/v1/messages", _Outputs(known, limits, anthropic_messages.read)),
-        routing.Route("/v1/messages/count_tokens", _Outputs(known, limits, anthropic_messages.read_count)),
-        routing.Route("/v1/models", _Models(known, limits)),
-        routing.Route("/v1/models/{name:path}", _Models(known, limits)),
+        routing.Route("/v1/chat/completions", _Outputs(live_sessions, limits, openai_chat.read)),
+        routing.Route("/v1/responses", _Outputs(live_sessions, limits, openai_responses.read)),
+        routing.Route("/v1/responses/{name}", _Responses(live_sessions, limits)),
+        routing.Route("/v1/messages", _Outputs(live_sessions, limits, anthropic_messages.read)),
+        routing.Route("/v1/messages/count_tokens", _Outputs(live_sessions, limits, anthropic_messages.read_count)),
+        routing.Route("/v1/models", _Models(live_sessions, limits)),
+        routing.Route("/v1/models/{name:path}", _Models(live_sessions, limits)),
     ]
-    health = routing.Route("/health", _Health(known, limits))
-    missing = _NotFound(known, limits)
+    health = routing.Route("/health", _Health(live_sessions, limits))
+    missing = _NotFound(live_sessions, limits)
     below = routing.Router(paths, redirect_slashes=False, default=missing)
     routes = [*paths, health, routing.Mount("/s/{secret}", below)]
     return routing.Router(routes, redirect_slashes=False, default=missing)
@@ -78,8 +78,8 @@ class _Endpoint:
 
     methods: tuple[str, ...] = ("GET", "HEAD")
 
-    def __init__(self, known: sessions.Sessions, limits: config_lib.GatewayConfig) -> None:
-        self._known, self._limits = known, limits
+    def __init__(self, live_sessions: sessions.Sessions, limits: config_lib.GatewayConfig) -> None:
+        self._sessions, self._limits = live_sessions, limits
 
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
         """Writes the answer. May raise any error."""
@@ -153,7 +153,7 @@ class _Responses(_Endpoint):
     """Returns a response again."""
 
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
-        _, session = self._known.find(_secret(scope))
+        _, session = self._sessions.find(_secret(scope))
         name = str(scope["path_params"]["name"])
         if name not in session.responses:
             raise errors.Problem(404, f"The session keeps no response {name[:80]!r}.", code="not_found")
@@ -164,8 +164,8 @@ class _Models(_Endpoint):
     """Lists the one model, in the form of the client's API."""
 
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
-        self._known.find(_secret(scope))
-        name = self._known.model
+        self._sessions.find(_secret(scope))
+        name = self._sessions.model
         one: exchanges.Json
         everything: exchanges.Json
         if Headers(scope=scope).get("anthropic-version"):
@@ -182,13 +182,15 @@ class _Outputs(_Endpoint):
 
     methods = ("POST",)
 
-    def __init__(self, known: sessions.Sessions, limits: config_lib.GatewayConfig, read: exchanges.Read) -> None:
-        super().__init__(known, limits)
+    def __init__(
+        self, live_sessions: sessions.Sessions, limits: config_lib.GatewayConfig, read: exchanges.Read
+    ) -> None:
+        super().__init__(live_sessions, limits)
         self._read_body = read
 
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
         # The key comes first: who has none may not send a body.
-        conversation, session = self._known.find(_secret(scope))
+        conversation, session = self._sessions.find(_secret(scope))
         answer.awaits_body = True
         body = await answers.read_body(scope, receive, self._limits.max_body_bytes)
         answer.awaits_body = False
@@ -211,24 +213,24 @@ class _Outputs(_Endpoint):
                 await answers.while_connected(receive, answer, _answer(conversation, exchange, answer))
 
     def _read(self, body: bytes, session: sessions.Session) -> exchanges.Exchange:
-        return self._read_body(fields.parse(body), self._known.model, session)
+        return self._read_body(fields.parse(body), self._sessions.model, session)
 
 
 async def _answer(conversation: protocols.Conversation, exchange: exchanges.Exchange, answer: answers.Answer) -> None:
-    drawn = outputs.Outputs(conversation, exchange.request, exchange.choices)
+    model_outputs = outputs.Outputs(conversation, exchange.request, exchange.choices)
     try:
         if exchange.streams:
-            await _stream(drawn, exchange, answer)
+            await _stream(model_outputs, exchange, answer)
         else:
-            await answer.json(200, exchange.whole(await drawn.replies()))
-        await drawn.delivered()
+            await answer.json(200, exchange.body(await model_outputs.replies()))
+        await model_outputs.delivered()
     finally:
-        await drawn.close()
+        await model_outputs.close()
 
 
-async def _stream(drawn: outputs.Outputs, exchange: exchanges.Exchange, answer: answers.Answer) -> None:
+async def _stream(model_outputs: outputs.Outputs, exchange: exchanges.Exchange, answer: answers.Answer) -> None:
     replies: dict[int, protocols.Reply] = {}
-    async for batch in drawn.parts():
+    async for batch in model_outputs.parts():
         events = b""
         if not answer.started:
             # Not before the first part: a refusal before it has its own HTTP status.

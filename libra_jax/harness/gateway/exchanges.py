@@ -24,7 +24,7 @@ class Exchange(Protocol):
     choices: int
     streams: bool
 
-    def whole(self, replies: Sequence[protocols.Reply]) -> Json:
+    def body(self, replies: Sequence[protocols.Reply]) -> Json:
         """Returns the body of an answer that is not streamed."""
         ...
 

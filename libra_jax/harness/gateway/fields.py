@@ -138,7 +138,7 @@ class Request(Fields):
         Raises:
           Problem: a field is missing, of the wrong type or refused.
         """
-        kept, hints = {}, []
+        parameters, hints = {}, []
         for name, value in values.items():
             if value is None or name in cls.ignored:  # null is the same as leaving the field out
                 continue
@@ -149,19 +149,19 @@ class Request(Fields):
             elif name in cls.hinted:
                 hints += [] if _among(value, cls.hinted[name]) else [name]
             else:
-                kept[name] = value
-        return validated(cls, kept, "", hints), hints
+                parameters[name] = value
+        return validated(cls, parameters, "", hints), hints
 
     def options(self, form: object = None) -> protocols.SamplingOptions:
         """Returns the settings that would change what is sampled; `form` is as OpenAI's `response_format`."""
-        asked = {name: getattr(self, name) for name in (*_NEUTRAL, "seed")}
-        used = {name: None if _among(value, _NEUTRAL.get(name, ())) else value for name, value in asked.items()}
+        settings = {name: getattr(self, name) for name in (*_NEUTRAL, "seed")}
+        used = {name: None if _among(value, _NEUTRAL.get(name, ())) else value for name, value in settings.items()}
         return protocols.SamplingOptions(**used, schema=_schema(form))
 
 
 def _among(value: object, allowed: Sequence[object]) -> bool:
     # A boolean equals 0 or 1, so its type must match, too.
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
+    return any(value == candidate and isinstance(value, bool) == isinstance(candidate, bool) for candidate in allowed)
 
 
 def _schema(form: object) -> str | None:
@@ -190,15 +190,15 @@ def validated(model: type[T], value: object, path: str, hints: list[str]) -> T:
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
-        wrong = error.errors(include_url=False, include_input=False)
+        details = error.errors(include_url=False, include_input=False)
     # A second look, because most requests have no unknown field and a walk through all objects would cost them.
-    unknown = [each["loc"] for each in wrong if each["type"] == "extra_forbidden"]
-    if len(unknown) == len(wrong) and all(_removed(value, steps) for steps in unknown):
+    unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+    if len(unknown) == len(details) and all(_removed(value, steps) for steps in unknown):
         start = [re.sub(r"\[\d+\]", "", path)] if path else []
         names = (".".join([*start, *(step for step in steps if isinstance(step, str))]) for steps in unknown)
         hints += {name[:LONGEST_NAME] for name in names}
         return validated(model, value, path, hints)
-    first = next(each for each in wrong if len(unknown) == len(wrong) or each["type"] != "extra_forbidden")
+    first = next(detail for detail in details if len(unknown) == len(details) or detail["type"] != "extra_forbidden")
     for step in first["loc"]:
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
     # Fields of type None are known, and serve nothing that the gateway has.
@@ -277,10 +277,10 @@ def tool(name: str, description: str | None, parameters: Mapping[str, Any] | Non
     return protocols.ToolSpec(name, description or "", parameters or {"type": "object", "properties": {}})
 
 
-def custom_tool(given: Mapping[str, Any]) -> dict[str, Any]:
+def custom_tool(definition: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a tool that takes free text as a function with that text as its only argument."""
     parameters = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
-    return {"name": given.get("name"), "description": given.get("description"), "parameters": parameters}
+    return {"name": definition.get("name"), "description": definition.get("description"), "parameters": parameters}
 
 
 def offers_tools(choice: object, hints: list[str]) -> bool:

@@ -42,7 +42,7 @@ class _Session:
 
 
 @dataclass(eq=False)
-class _Served:
+class _PendingRequest:
     """A request under way.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Front:
       client: present life of the actor.
       url: base URL of the OpenAI-compatible API.
       sessions: its sessions by digest.
-      served: requests under way, by number.
+      requests: requests under way, by number.
       outbox: parts of answers that have not been sent.
       restarts: restarts so far.
       silent: resolves to the error of a call that the present life did not answer; None before the first life.
@@ -73,7 +73,7 @@ class _Front:
     client: FrontClient
     url: str = ""
     sessions: dict[bytes, _Session] = field(default_factory=dict)
-    served: dict[int, tuple[bytes, _Served]] = field(default_factory=dict)
+    requests: dict[int, tuple[bytes, _PendingRequest]] = field(default_factory=dict)
     outbox: list[tuple[int, front_lib.Item]] = field(default_factory=list)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: int = 0
@@ -109,9 +109,11 @@ class Fronts:
         async with self._starting:
             if not self._fronts:
                 self._fronts = list(
-                    await asyncio.gather(*(self._made(number) for number in range(self._config.gateway.processes)))
+                    await asyncio.gather(
+                        *(self._make_front(number) for number in range(self._config.gateway.processes))
+                    )
                 )
-        front = min(self._fronts, key=lambda each: len(each.sessions))
+        front = min(self._fronts, key=lambda candidate: len(candidate.sessions))
         secret = secret or secrets.token_urlsafe(24)
         session = front_lib.digest(secret)
         front.sessions[session] = _Session(conversation, reachable)
@@ -129,7 +131,7 @@ class Fronts:
         for front in self._fronts:
             if front.sessions.pop(session, None) is None:
                 continue
-            tasks = {served.task for owner, served in front.served.values() if owner == session}
+            tasks = {request.task for owner, request in front.requests.values() if owner == session}
             # Of a complete answer this means that nobody knows: the client may have it already.
             for task in tasks:
                 task.cancel()
@@ -146,7 +148,7 @@ class Fronts:
 
     # One front -------------------------------------------------------------------------------------------------------
 
-    async def _made(self, number: int) -> _Front:
+    async def _make_front(self, number: int) -> _Front:
         settings = self._config.gateway
         # Several fronts of one host have ports one after another, if the config names a port.
         port = settings.port + number if settings.port else 0
@@ -207,12 +209,12 @@ class Fronts:
         front.restarts += 1
         if front.restarts > RESTARTS:
             raise protocols.LibraError(f"{front.spec.name} died {front.restarts} times; the last time: {lost}")
-        tasks = {served.task for _, served in front.served.values()}
+        tasks = {request.task for _, request in front.requests.values()}
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        front.served.clear()
+        front.requests.clear()
         front.outbox.clear()
         await front.client.stop()
         front.client = FrontClient(self._cluster, front.spec, self._config.deadlines)
@@ -228,42 +230,42 @@ class Fronts:
         if isinstance(event, front_lib.Asked):
             settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             task = asyncio.ensure_future(self._serve(front, event, settled))
-            front.served[event.number] = event.session, _Served(task, settled)
-            task.add_done_callback(lambda _: front.served.pop(event.number, None))
+            front.requests[event.number] = event.session, _PendingRequest(task, settled)
+            task.add_done_callback(lambda _: front.requests.pop(event.number, None))
             return
         if isinstance(event, front_lib.Rejected):
             if event.session in front.sessions:
                 front.sessions[event.session].conversation.note_refusal(event.sentence)
             return
-        _, served = front.served.get(event.number, (b"", None))
-        if served is not None and not served.settled.done():
-            served.settled.set_result(isinstance(event, front_lib.Delivered))
+        _, request = front.requests.get(event.number, (b"", None))
+        if request is not None and not request.settled.done():
+            request.settled.set_result(isinstance(event, front_lib.Delivered))
 
-    async def _serve(self, front: _Front, asked: front_lib.Asked, settled: asyncio.Future[bool]) -> None:
+    async def _serve(self, front: _Front, event: front_lib.Asked, settled: asyncio.Future[bool]) -> None:
         """Passes a session's reply on, until it is delivered or nobody waits for it."""
 
         def tell(item: front_lib.Item) -> None:
-            front.outbox.append((asked.number, item))
+            front.outbox.append((event.number, item))
             front.waiting.set()
 
-        session = front.sessions.get(asked.session)
+        session = front.sessions.get(event.session)
         if session is None:
             tell(front_lib.Refusal("closed", "the rollout of this session has ended", ""))
             return
         task, complete = asyncio.current_task(), False
         # A client that asks again has left before. Its request of before ends first, or this one would find the
         # dialogue in use, and would count as a further output.
-        left = {
-            served.task
-            for number, (owner, served) in front.served.items()
+        earlier_tasks = {
+            request.task
+            for number, (owner, request) in front.requests.items()
             # Earlier ones alone: it may have left this request and later ones, too.
-            if number < asked.number
-            and owner == asked.session
-            and served.settled.done()
-            and not served.settled.result()
+            if number < event.number
+            and owner == event.session
+            and request.settled.done()
+            and not request.settled.result()
         }
-        if left:
-            await asyncio.wait(left)
+        if earlier_tasks:
+            await asyncio.wait(earlier_tasks)
 
         def gone(done: asyncio.Future[bool]) -> None:
             """Ends the wait for tokens, if the client goes away."""
@@ -272,7 +274,7 @@ class Fronts:
 
         settled.add_done_callback(gone)
         try:
-            async with contextlib.aclosing(session.conversation.reply(asked.request)) as items:
+            async with contextlib.aclosing(session.conversation.reply(event.request)) as items:
                 async for item in items:
                     complete = isinstance(item, protocols.Reply)
                     tell(item)

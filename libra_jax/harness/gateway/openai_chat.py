@@ -144,30 +144,30 @@ class Completion(fields.Request):
 
 def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
     """Reads a request. See `exchanges.Read`."""
-    asked, hints = Completion.read(body)
-    functions = [tool.function for tool in asked.tools if tool.function]
-    hints += [f"tools.{tool.type}"[: fields.LONGEST_NAME] for tool in asked.tools if not tool.function]
-    tools = [fields.tool(each.name, each.description, each.parameters) for each in functions]
-    limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
+    parameters, hints = Completion.read(body)
+    functions = [tool.function for tool in parameters.tools if tool.function]
+    hints += [f"tools.{tool.type}"[: fields.LONGEST_NAME] for tool in parameters.tools if not tool.function]
+    tools = [fields.tool(function.name, function.description, function.parameters) for function in functions]
+    limits = [limit for limit in (parameters.max_tokens, parameters.max_completion_tokens) if limit is not None]
     request = protocols.ChatRequest(
-        messages=[message.message() for message in asked.messages],
-        tools=tools if fields.offers_tools(asked.tool_choice, hints) else (),
+        messages=[message.message() for message in parameters.messages],
+        tools=tools if fields.offers_tools(parameters.tool_choice, hints) else (),
         max_tokens=min(limits, default=None),
-        stop=asked.stop,
-        temperature=asked.temperature,
-        options=asked.options(asked.response_format),
+        stop=parameters.stop,
+        temperature=parameters.temperature,
+        options=parameters.options(parameters.response_format),
         hints=hints,
     )
-    return _Exchange(request, asked, model)
+    return _Exchange(request, parameters, model)
 
 
 class _Exchange:
-    def __init__(self, request: protocols.ChatRequest, asked: Completion, model: str) -> None:
-        self.request, self.choices, self.streams = request, asked.n, asked.stream
-        self._asked = asked
+    def __init__(self, request: protocols.ChatRequest, parameters: Completion, model: str) -> None:
+        self.request, self.choices, self.streams = request, parameters.n, parameters.stream
+        self._parameters = parameters
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
+    def body(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
         return {
             **self._head,
             "object": "chat.completion",
@@ -176,7 +176,7 @@ class _Exchange:
                     "index": number,
                     "message": _message(reply.message),
                     "finish_reason": reply.finish,
-                    "logprobs": _log_probs(reply) if self._asked.logprobs else None,
+                    "logprobs": _log_probs(reply) if self._parameters.logprobs else None,
                 }
                 for number, reply in enumerate(replies)
             ],
@@ -203,7 +203,7 @@ class _Exchange:
 
     def close(self, replies: Sequence[protocols.Reply]) -> bytes:
         usage = b""
-        if self._asked.stream_options.include_usage:
+        if self._parameters.stream_options.include_usage:
             usage = self._event({"choices": [], "usage": _usage(replies)})
         return usage + b"data: [DONE]\n\n"
 
@@ -211,8 +211,8 @@ class _Exchange:
         return b"data: %b\n\n" % fields.encoded(errors.in_openai_form(problem))
 
     def _chunk(self, choice: int, delta: exchanges.Json, reply: protocols.Reply | None = None) -> bytes:
-        shown = _log_probs(reply) if reply and self._asked.logprobs else None
-        content = {"index": choice, "delta": delta, "finish_reason": reply and reply.finish, "logprobs": shown}
+        log_probs = _log_probs(reply) if reply and self._parameters.logprobs else None
+        content = {"index": choice, "delta": delta, "finish_reason": reply and reply.finish, "logprobs": log_probs}
         return self._event({"choices": [content]})
 
     def _event(self, content: exchanges.Json) -> bytes:
@@ -225,12 +225,12 @@ def _message(message: protocols.Message) -> exchanges.Json:
         for call in message.tool_calls
     ]
     content = message.content or (None if calls else "")
-    written: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    body: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
-        written["tool_calls"] = calls
+        body["tool_calls"] = calls
     if message.reasoning:
-        written["reasoning_content"] = message.reasoning
-    return written
+        body["reasoning_content"] = message.reasoning
+    return body
 
 
 def _log_probs(reply: protocols.Reply) -> exchanges.Json:

@@ -158,38 +158,38 @@ ENCRYPTED = "reasoning.encrypted_content"
 
 def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
     """Reads a request. See `exchanges.Read`."""
-    asked, hints = Create.read(body)
-    hints += [f"include.{name}"[: fields.LONGEST_NAME] for name in asked.include if name != ENCRYPTED]
-    tools, forms = _tools(asked.tools, hints)
+    parameters, hints = Create.read(body)
+    hints += [f"include.{name}"[: fields.LONGEST_NAME] for name in parameters.include if name != ENCRYPTED]
+    tools, forms = _tools(parameters.tools, hints)
     flat = {(form.namespace, form.name): name for name, form in forms.items()}
-    before = _before(asked.previous_response_id, session)
-    messages = [*before, *_messages(_items(asked.input, session, hints), flat)]
+    before = _before(parameters.previous_response_id, session)
+    messages = [*before, *_messages(_items(parameters.input, session, hints), flat)]
     # Instructions hold for one response, so they are not kept.
-    given = [protocols.Message("system", asked.instructions)] if asked.instructions else []
+    instructions = [protocols.Message("system", parameters.instructions)] if parameters.instructions else []
     request = protocols.ChatRequest(
-        messages=[*given, *messages],
-        tools=tools if fields.offers_tools(asked.tool_choice, hints) else (),
-        max_tokens=asked.max_output_tokens,
-        temperature=asked.temperature,
-        options=asked.options(asked.text.format),
+        messages=[*instructions, *messages],
+        tools=tools if fields.offers_tools(parameters.tool_choice, hints) else (),
+        max_tokens=parameters.max_output_tokens,
+        temperature=parameters.temperature,
+        options=parameters.options(parameters.text.format),
         hints=hints,
     )
-    shown = {
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata,
+    request_fields = {
+        "instructions": parameters.instructions,
+        "max_output_tokens": parameters.max_output_tokens,
+        "metadata": parameters.metadata,
         "model": model,
-        "parallel_tool_calls": asked.parallel_tool_calls,
-        "previous_response_id": asked.previous_response_id,
-        "temperature": asked.temperature,
-        "tool_choice": asked.tool_choice or "auto",
-        "tools": asked.tools,
+        "parallel_tool_calls": parameters.parallel_tool_calls,
+        "previous_response_id": parameters.previous_response_id,
+        "temperature": parameters.temperature,
+        "tool_choice": parameters.tool_choice or "auto",
+        "tools": parameters.tools,
     }
 
     def keep(reply: protocols.Reply, response: exchanges.Json) -> None:
         session.keep((*messages, reply.message), response)
 
-    return response_events.Exchange(request, asked.stream, shown, forms, keep)
+    return response_events.Exchange(request, parameters.stream, request_fields, forms, keep)
 
 
 def _tools(
@@ -212,8 +212,8 @@ def _tools(
         if kind not in (None, "function", "custom"):
             hints.append(f"tools.{kind}"[: fields.LONGEST_NAME])
             continue
-        given = {**fields.custom_tool(value), "type": "function"} if kind == "custom" else value
-        tool = fields.validated(Tool, given, place, hints)
+        definition = {**fields.custom_tool(value), "type": "function"} if kind == "custom" else value
+        tool = fields.validated(Tool, definition, place, hints)
         # Two namespaces may have functions of one name, and the model sees no namespaces.
         name = f"{namespace}__{tool.name}" if namespace else tool.name
         tools.append(fields.tool(name, tool.description, tool.parameters))
@@ -246,10 +246,10 @@ def _items(values: Sequence[Any], session: sessions.Session, hints: list[str]) -
             if value is None:
                 raise errors.invalid(f"{path}.id", "the session keeps no item with this id; send the item itself")
         kind = value.get("type", "message")
-        found = ITEMS.get(kind) if isinstance(kind, str) else None
-        if found is None:
+        item_type = ITEMS.get(kind) if isinstance(kind, str) else None
+        if item_type is None:
             raise errors.invalid(f"{path}.type", f"{kind!r} is not one of {', '.join(ITEMS)}")
-        items.append(fields.validated(found, {"type": kind, **value}, path, hints))
+        items.append(fields.validated(item_type, {"type": kind, **value}, path, hints))
     return items
 
 

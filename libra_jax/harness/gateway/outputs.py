@@ -39,17 +39,17 @@ class Outputs:
 
     async def replies(self) -> Sequence[protocols.Reply]:
         """Waits for the ends of all outputs and returns them."""
-        found: dict[int, protocols.Reply] = {}
+        replies: dict[int, protocols.Reply] = {}
         async for batch in self.parts():
-            found |= {choice: item for choice, item in batch if isinstance(item, protocols.Reply)}
-        return [found[choice] for choice in range(len(self._generators))]
+            replies |= {choice: item for choice, item in batch if isinstance(item, protocols.Reply)}
+        return [replies[choice] for choice in range(len(self._generators))]
 
     async def parts(self) -> AsyncGenerator[Sequence[Part], None]:
         """Yields the parts of all outputs as they come: all that wait at a time. Ends after the last `Reply`."""
         queue: asyncio.Queue[Part | Exception] = asyncio.Queue(MOST_WAITING)
         self._pumps = [asyncio.create_task(self._pump(choice, queue)) for choice in range(len(self._generators))]
-        left = len(self._generators)
-        while left:
+        open_outputs = len(self._generators)
+        while open_outputs:
             waiting = [await queue.get()]
             while not queue.empty():
                 waiting.append(queue.get_nowait())
@@ -57,7 +57,7 @@ class Outputs:
             for part in waiting:
                 if isinstance(part, Exception):
                     raise part
-                left -= isinstance(part[1], protocols.Reply)
+                open_outputs -= isinstance(part[1], protocols.Reply)
                 batch.append(part)
             yield batch
 

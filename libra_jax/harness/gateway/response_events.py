@@ -43,7 +43,7 @@ class Exchange:
     Args:
       request: the request.
       streams: True for a stream of events.
-      shown: fields of the request that the response repeats, and the model.
+      request_fields: fields of the request that the response repeats, and the model.
       forms: forms of the calls, by the names by which the model knows the tools.
       keep: keeps the dialogue and the response for later requests.
     """
@@ -54,11 +54,11 @@ class Exchange:
         self,
         request: protocols.ChatRequest,
         streams: bool,
-        shown: exchanges.Json,
+        request_fields: exchanges.Json,
         forms: Mapping[str, CallForm],
         keep: Callable[[protocols.Reply, exchanges.Json], None],
     ) -> None:
-        self.request, self.streams, self._shown, self._keep = request, streams, shown, keep
+        self.request, self.streams, self._request_fields, self._keep = request, streams, request_fields, keep
         self._forms = forms
         self._id, self._created = _new_id("resp"), int(time.time())
         self._events = 0
@@ -67,7 +67,7 @@ class Exchange:
         self._text = ""  # its text or arguments so far
         self._called = ""  # name by which the model knows the tool of the last call
 
-    def whole(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
+    def body(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
         (reply,) = replies
         message = reply.message
         items = []
@@ -95,21 +95,21 @@ class Exchange:
                 )
             case protocols.ReasoningDelta(text):
                 return self._begin("reasoning") + self._add("response.reasoning_text.delta", text, content_index=0)
-        begun = self._begin(f"call {delta.index}", delta)
+        events = self._begin(f"call {delta.index}", delta)
         if self._items[-1]["type"] == "custom_tool_call":
             self._text += delta.arguments  # the text can be read once the JSON around it is whole
-            return begun
-        return begun + (
+            return events
+        return events + (
             self._add("response.function_call_arguments.delta", delta.arguments) if delta.arguments else b""
         )
 
     def end(self, choice: int, reply: protocols.Reply) -> bytes:
         # An empty answer has an empty message, as in the form that is not streamed.
-        ended = (b"" if self._items else self._begin("message")) + self._end_item()
+        events = (b"" if self._items else self._begin("message")) + self._end_item()
         kind = "response.incomplete" if reply.finish == "length" else "response.completed"
         response = self._response(self._items, reply)
         self._keep(reply, response)
-        return ended + self._event(kind, response=response)
+        return events + self._event(kind, response=response)
 
     def close(self, replies: Sequence[protocols.Reply]) -> bytes:
         return b""
@@ -120,7 +120,7 @@ class Exchange:
     def _response(self, items: Sequence[exchanges.Json], reply: protocols.Reply | None) -> exchanges.Json:
         cut = reply is not None and reply.finish == "length"
         return {
-            **self._shown,
+            **self._request_fields,
             "id": self._id,
             "object": "response",
             "created_at": self._created,
@@ -138,7 +138,7 @@ class Exchange:
         """Begins an item unless the one of this name is open."""
         if self._open == name:
             return b""
-        ended = self._end_item()
+        events = self._end_item()
         self._open = name
         item: dict[str, Any]
         part: exchanges.Json | None = None
@@ -152,10 +152,10 @@ class Exchange:
             item = _message(_new_id("msg"), "") | {"content": [], "status": "in_progress"}
             part = _output_text("")
         self._items.append(item)
-        begun = ended + self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
         if part is not None:
-            begun += self._of_item("response.content_part.added", content_index=0, part=part)
-        return begun
+            events += self._of_item("response.content_part.added", content_index=0, part=part)
+        return events
 
     def _add(self, kind: str, text: str, **content: Any) -> bytes:
         self._text += text

@@ -82,13 +82,13 @@ class Session:
         Raises:
           Problem: the session would wait for too many outputs at once.
         """
-        most = self._limits.max_concurrent
-        if count > most:
-            raise errors.invalid("n", f"{count} choices are more than the {most} outputs that a session may wait for")
-        if self._running + count > most:
+        limit = self._limits.max_concurrent
+        if count > limit:
+            raise errors.invalid("n", f"{count} choices are more than the {limit} outputs that a session may wait for")
+        if self._running + count > limit:
             raise errors.Problem(
                 429,
-                f"The session waits for {self._running} outputs already, and {most} are the most.",
+                f"The session waits for {self._running} outputs already, and {limit} are the most.",
                 code="too_many_requests",
                 retry_seconds=1,
             )
@@ -114,7 +114,7 @@ class Sessions:
     def __init__(self, conversations: protocols.Conversations, limits: config_lib.GatewayConfig) -> None:
         self._conversations, self._limits = conversations, limits
         # Weak, so that a session that ended leaves nothing behind.
-        self._known: weakref.WeakKeyDictionary[protocols.Conversation, Session] = weakref.WeakKeyDictionary()
+        self._sessions: weakref.WeakKeyDictionary[protocols.Conversation, Session] = weakref.WeakKeyDictionary()
 
     @property
     def model(self) -> str:
@@ -134,7 +134,7 @@ class Sessions:
                 "No live session has this key. Send the session's secret as `Authorization: Bearer` or `x-api-key`.",
                 code="invalid_api_key",
             )
-        session = self._known.get(conversation)
+        session = self._sessions.get(conversation)
         if session is None:
-            session = self._known[conversation] = Session(self._limits)
+            session = self._sessions[conversation] = Session(self._limits)
         return conversation, session

@@ -41,26 +41,28 @@ class InProcess:
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
         loop, settings = asyncio.get_running_loop(), self.settings
-        began, given = loop.time(), dict(self.arguments)
+        start, arguments = loop.time(), dict(self.arguments)
         if "folder" in inspect.signature(self.function).parameters:
-            given["folder"] = job.work
+            arguments["folder"] = job.work
         status: int | None = 0
         verdict: object = None
         try:
             # A partial of an async function counts as async, so `call` takes both kinds.
-            call = call_deadlines.call(functools.partial(self.function, **given), job.public.copy(), job.endpoint)
+            call = call_deadlines.call(functools.partial(self.function, **arguments), job.public.copy(), job.endpoint)
             verdict = await call_deadlines.within(settings.seconds, call)
         except call_deadlines.Overdue:
             status = None
         except (protocols.LibraError, asyncio.CancelledError):
             raise
         except Exception as error:
-            whose = f"agent {resolving.shown(self.name)}, task {job.task.prompt_id}:"
+            subject = f"agent {resolving.shown(self.name)}, task {job.task.prompt_id}:"
             if isinstance(error, child.HiddenFieldError):
-                raise protocols.EnvironmentCrashed(f"{whose} it {resolving.raised(error)}") from error
-            raise jobs.failure(f"{whose} it {resolving.raised(error)}", _names(error), type(error).__name__) from error
-        ended = processes.Ended(status, seconds=loop.time() - began)
-        return await call_deadlines.off_loop(commands.finished, job, settings, ended, verdict)
+                raise protocols.EnvironmentCrashed(f"{subject} it {resolving.raised(error)}") from error
+            raise jobs.failure(
+                f"{subject} it {resolving.raised(error)}", _names(error), type(error).__name__
+            ) from error
+        result = processes.Ended(status, seconds=loop.time() - start)
+        return await call_deadlines.off_loop(commands.finished, job, settings, result, verdict)
 
 
 def _names(error: BaseException | None) -> str:
@@ -98,10 +100,15 @@ class InChild:
             "verdict": str(sealed),
             "key": key,
         }
-        told = await call_deadlines.off_loop(workspace.tell, job.root, _CALL, json.dumps(request))
-        ended = await processes.run(
-            [*await call_deadlines.off_loop(private_view.own_processes, job.root), self.python, _CHILD, str(told)],
-            environment=commands.variables(self.settings, job.endpoint, workspace.own(job.root)),
+        request_file = await call_deadlines.off_loop(workspace.tell, job.root, _CALL, json.dumps(request))
+        result = await processes.run(
+            [
+                *await call_deadlines.off_loop(private_view.own_processes, job.root),
+                self.python,
+                _CHILD,
+                str(request_file),
+            ],
+            environment=commands.variables(self.settings, job.endpoint, workspace.folder_variables(job.root)),
             cwd=job.work,
             root=job.root,
             seconds=self.settings.seconds,
@@ -110,7 +117,7 @@ class InChild:
         verdict, hidden = await call_deadlines.off_loop(_read_verdict, sealed, key)
         if hidden:
             raise protocols.EnvironmentCrashed(f"agent {self.function}, task {job.task.prompt_id}: {hidden}")
-        return await call_deadlines.off_loop(commands.finished, job, self.settings, ended, verdict)
+        return await call_deadlines.off_loop(commands.finished, job, self.settings, result, verdict)
 
 
 def _read_verdict(path: Path, key: str) -> tuple[object, str]:

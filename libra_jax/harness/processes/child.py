@@ -57,39 +57,39 @@ class Payload(dict[str, Any]):
 def main(path: str) -> None:
     """Calls the function that a file of JSON describes. Removes the file, which holds the secret."""
     with open(path) as file:
-        asked = json.load(file)
+        request = json.load(file)
     os.unlink(path)
     # Other processes of the same user can then neither read this one's memory nor trace it.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    key = asked.pop("key").encode()
+    key = request.pop("key").encode()
     # This file's own folder comes first otherwise, and its neighbours would hide modules of the same names.
-    sys.path[0:1] = asked["search"]
-    endpoint = SimpleNamespace(**asked["endpoint"])
-    task = SimpleNamespace(**{**asked["task"], "payload": Payload(asked["task"]["payload"], asked["hidden"])})
-    module, _, name = asked["function"].partition(":")
+    sys.path[0:1] = request["search"]
+    endpoint = SimpleNamespace(**request["endpoint"])
+    task = SimpleNamespace(**{**request["task"], "payload": Payload(request["task"]["payload"], request["hidden"])})
+    module, _, name = request["function"].partition(":")
     function: Any = importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
-    arguments = asked["arguments"]
+    arguments = request["arguments"]
     if "folder" in inspect.signature(function).parameters:
         arguments["folder"] = os.getcwd()
-    found: Any = None
+    result: Any = None
     hidden = ""  # sealed, because what this process prints may come from the model
     try:
-        found = function(task, endpoint, **arguments)
-        if inspect.isawaitable(found):
+        result = function(task, endpoint, **arguments)
+        if inspect.isawaitable(result):
 
             async def awaited() -> Any:
-                return await found
+                return await result
 
-            found = asyncio.run(awaited())
+            result = asyncio.run(awaited())
     except HiddenFieldError as error:
         hidden = str(error)
     # An object with fields, such as a dataclass, is a mapping of them.
-    text = json.dumps([found, hidden], default=lambda other: getattr(other, "__dict__", str(other))).encode()
+    text = json.dumps([result, hidden], default=lambda value: getattr(value, "__dict__", str(value))).encode()
     # Not through a link or a pipe, which the agent's processes may have put there.
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(asked["verdict"], flags), "wb") as sealed:
+    with open(os.open(request["verdict"], flags), "wb") as sealed:
         sealed.write(hmac.digest(key, text, "sha256").hex().encode() + b"\n" + text)
 
 

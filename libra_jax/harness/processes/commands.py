@@ -42,8 +42,8 @@ def task_text(task: protocols.Task) -> str:
 
 def variables(settings: Settings, endpoint: protocols.Endpoint, places: Mapping[str, str]) -> dict[str, str]:
     """Returns an agent's complete environment. `places` are variables that name folders and files."""
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    return {**kept, **places, **endpoint.environment(), **settings.variables}
+    inherited_variables = {name: os.environ[name] for name in KEPT if name in os.environ}
+    return {**inherited_variables, **places, **endpoint.environment(), **settings.variables}
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,18 @@ class Command:
     async def run(self, job: jobs.Job) -> jobs.Finished:
         settings, root = self.settings, job.root
         after: list[str] = []
-        told = await call_deadlines.off_loop(workspace.tell, root, TASK_NAME, task_text(job.public))
+        task_file = await call_deadlines.off_loop(workspace.tell, root, TASK_NAME, task_text(job.public))
         command = job.filled(self.command)
-        places = {"LIBRA_TASK_FILE": f"/libra/{TASK_NAME}" if self.container else str(told)}
+        places = {"LIBRA_TASK_FILE": f"/libra/{TASK_NAME}" if self.container else str(task_file)}
         if self.container is not None:
             inside = {**places, **job.endpoint.environment(), **settings.variables}
             command, after = self.container.wrapped(command, inside, root)
             # The runtime's client needs this process's own environment; the container gets only what `inside` names.
             environment = {**os.environ, **inside}
         else:
-            environment = variables(settings, job.endpoint, {**workspace.own(root), **places})
+            environment = variables(settings, job.endpoint, {**workspace.folder_variables(root), **places})
             command = [*await call_deadlines.off_loop(private_view.own_processes, root), *command]
-        ended = await processes.run(
+        result = await processes.run(
             command,
             environment=environment,
             cwd=job.work,
@@ -107,10 +107,10 @@ class Command:
             most_bytes=settings.output_bytes,
             after=after,
         )
-        return await call_deadlines.off_loop(finished, job, settings, ended)
+        return await call_deadlines.off_loop(finished, job, settings, result)
 
 
-def finished(job: jobs.Job, settings: Settings, ended: processes.Ended, verdict: object = None) -> jobs.Finished:
+def finished(job: jobs.Job, settings: Settings, result: processes.Ended, verdict: object = None) -> jobs.Finished:
     """Returns the end of an agent, with the files that it left. Reads files."""
     files, refused = workspace.collect(job.work, settings.collect, settings.most_bytes)
-    return jobs.Finished(job.task, ended.status, ended.output, ended.errors, ended.seconds, verdict, files, refused)
+    return jobs.Finished(job.task, result.status, result.output, result.errors, result.seconds, verdict, files, refused)

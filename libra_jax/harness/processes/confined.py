@@ -111,9 +111,9 @@ class Confined:
         async with sandbox.session() as session:
             await session.begin(packed)
             await session.ready()
-            began = loop.time()
+            start = loop.time()
             outcome = await session.run(self._code(job, door), settings.seconds)
-            seconds = loop.time() - began
+            seconds = loop.time() - start
             if outcome.broken:
                 raise protocols.WorkerLost(f"the agent's sandbox died: {outcome.text}")
             files: Mapping[str, snapshots.File] = {}
@@ -121,7 +121,7 @@ class Confined:
             if settings.collect:
                 saved = await session.save(settings.most_bytes)
                 files, refused = await call_deadlines.off_loop(snapshots.taken_over, saved, settings.most_bytes)
-        files = workspace.wanted(files, settings.collect)
+        files = workspace.select(files, settings.collect)
         status, output = _status(outcome)
         output = output.encode(errors="replace")[-settings.output_bytes :].decode(errors="replace")
         return jobs.Finished(job.task, status, output, "", seconds, None, files, refused)
@@ -144,8 +144,8 @@ class Confined:
             endpoint = dataclasses.replace(endpoint, url=urllib.parse.urlunsplit(near))
         job = dataclasses.replace(job, endpoint=endpoint)
         variables = {"LIBRA_TASK_FILE": _TASK_PLACE, **endpoint.environment(), **self.settings.variables}
-        given = (job.filled(self.command), variables, {_TASK_PLACE: commands.task_text(job.public)}, _PORT, door)
-        return f"{_INSIDE}\nimport json\nstart(*json.loads({json.dumps(given)!r}))\n"
+        arguments = (job.filled(self.command), variables, {_TASK_PLACE: commands.task_text(job.public)}, _PORT, door)
+        return f"{_INSIDE}\nimport json\nstart(*json.loads({json.dumps(arguments)!r}))\n"
 
 
 def _pack(work: Path, most_bytes: int) -> bytes:

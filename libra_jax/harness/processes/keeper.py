@@ -55,7 +55,7 @@ def _children() -> list[int]:
         with open(f"/proc/self/task/{os.getpid()}/children") as listed:
             return [int(word) for word in listed.read().split()]
     except OSError:  # a kernel without this file: looks through all processes
-        found = []
+        pids = []
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
                 with open(f"/proc/{name}/stat") as described:
@@ -64,8 +64,8 @@ def _children() -> list[int]:
             except (OSError, IndexError):
                 continue
             if int(parent) == os.getpid():
-                found.append(int(name))
-        return found
+                pids.append(int(name))
+        return pids
 
 
 def _end_all() -> None:
@@ -94,9 +94,9 @@ def _wait(pid: int, woken: int) -> tuple[int | None, bool]:
             return None, _gone(_TOLD_SECONDS)
         # Orphans of the program are reaped here too, or they would stay as zombies.
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == pid:
-                    return os.waitstatus_to_exitcode(ended[1]), False
+            while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                if child[0] == pid:
+                    return os.waitstatus_to_exitcode(child[1]), False
         except ChildProcessError:
             return _NOT_RUN, False
         if 0 in ready:

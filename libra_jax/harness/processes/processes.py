@@ -41,23 +41,23 @@ class Ended:
 
 
 class Tail:
-    """Keeps the last `most` bytes of a stream, in memory of about twice that size."""
+    """Keeps the last `max_bytes` bytes of a stream, in memory of about twice that size."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._held = most, 0
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._size = max_bytes, 0
         self._chunks: collections.deque[bytes] = collections.deque()
 
     async def drain(self, stream: asyncio.StreamReader) -> None:
         """Reads the stream to its end."""
         while chunk := await stream.read(_CHUNK):
             self._chunks.append(chunk)
-            self._held += len(chunk)
-            while self._held - len(self._chunks[0]) >= self._most:
-                self._held -= len(self._chunks.popleft())
+            self._size += len(chunk)
+            while self._size - len(self._chunks[0]) >= self._max_bytes:
+                self._size -= len(self._chunks.popleft())
 
     def text(self) -> str:
         """Returns the kept part. Bytes that are no text are replaced."""
-        return b"".join(self._chunks)[-self._most :].decode(errors="replace")
+        return b"".join(self._chunks)[-self._max_bytes :].decode(errors="replace")
 
 
 async def run(
@@ -87,7 +87,7 @@ async def run(
       EnvironmentCrashed: the program could not be started.
     """
     loop = asyncio.get_running_loop()
-    began = loop.time()
+    start = loop.time()
     keeper = [sys.executable, "-I", "-S", _KEEPER, str(root), str(len(after)), *after, str(len(orphaned)), *orphaned]
     try:
         process = await asyncio.create_subprocess_exec(
@@ -104,7 +104,7 @@ async def run(
         raise protocols.EnvironmentCrashed(f"{command[0]} could not be started: {error}") from error
     output, errors = Tail(most_bytes), Tail(most_bytes)
 
-    async def ended() -> int:
+    async def wait_for_end() -> int:
         assert process.stdout is not None
         assert process.stderr is not None
         await asyncio.gather(output.drain(process.stdout), errors.drain(process.stderr))
@@ -113,10 +113,10 @@ async def run(
     status: int | None = None
     try:
         with contextlib.suppress(call_deadlines.Overdue):
-            status = await call_deadlines.within(seconds, ended())
+            status = await call_deadlines.within(seconds, wait_for_end())
     finally:
         await uncancelled(_end(process))
-    return Ended(status, output.text(), errors.text(), loop.time() - began)
+    return Ended(status, output.text(), errors.text(), loop.time() - start)
 
 
 async def uncancelled(work: Coroutine[Any, Any, None]) -> None:

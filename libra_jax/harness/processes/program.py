@@ -73,7 +73,7 @@ class AgentHarness:
             await processes.uncancelled(_settled(running))
 
     async def _run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
-        settings, whose = self.settings, f"agent {self.name}, task {task.prompt_id}:"
+        settings, subject = self.settings, f"agent {self.name}, task {task.prompt_id}:"
         files = await call_deadlines.off_loop(snapshots.of_task, task, settings.files, settings.most_bytes)
         root = workspace.fresh()
         try:
@@ -82,22 +82,24 @@ class AgentHarness:
             finished = await self.runner.run(jobs.Job(task, public, endpoint, root))
             if finished.status is None and self.overdue == "crash":
                 raise protocols.AttemptVoided(
-                    f"{whose} it took more than {settings.seconds:g} s (environment_arguments.seconds)"
+                    f"{subject} it took more than {settings.seconds:g} s (environment_arguments.seconds)"
                 )
             if finished.status is not None and finished.status not in self.exits:
-                said = (finished.errors.strip() or finished.output.strip())[-_SHOWN:]
+                output_tail = (finished.errors.strip() or finished.output.strip())[-_SHOWN:]
                 sentence = (
-                    f"{whose} it exited with status {finished.status} (environment_arguments.exits has those that are "
-                    f"scored); it said last: {said or 'nothing'}"
+                    f"{subject} it exited with status {finished.status} (environment_arguments.exits has those that "
+                    f"are scored); it said last: {output_tail or 'nothing'}"
                 )
                 # A signal's status is beyond 128: the machine's end of the agent, or a command's of the model.
-                raise jobs.failure(sentence, said) if finished.status < 126 else protocols.AttemptVoided(sentence)
-            scored = await self.scorer.score(finished)
-            took = {"harness_seconds": finished.seconds, "harness_overdue": float(finished.status is None)}
-            known = {**took, **jobs.metrics(finished.verdict), **scored.metrics}
-            return scoring.checked(protocols.Outcome(scored.reward, known, scored.segment_rewards), whose)
+                raise (
+                    jobs.failure(sentence, output_tail) if finished.status < 126 else protocols.AttemptVoided(sentence)
+                )
+            outcome = await self.scorer.score(finished)
+            run_metrics = {"harness_seconds": finished.seconds, "harness_overdue": float(finished.status is None)}
+            metrics = {**run_metrics, **jobs.metrics(finished.verdict), **outcome.metrics}
+            return scoring.checked(protocols.Outcome(outcome.reward, metrics, outcome.segment_rewards), subject)
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:  # a sandbox
-            raise protocols.EnvironmentCrashed(f"{whose} it lost a worker: {error}") from error
+            raise protocols.EnvironmentCrashed(f"{subject} it lost a worker: {error}") from error
         finally:
             await processes.uncancelled(call_deadlines.off_loop(scratch.remove, root))
 

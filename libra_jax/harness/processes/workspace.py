@@ -23,7 +23,7 @@ def fresh() -> Path:
     return root
 
 
-def own(root: Path) -> dict[str, str]:
+def folder_variables(root: Path) -> dict[str, str]:
     """Returns the variables that name an agent's own folders."""
     return {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp")}
 
@@ -78,13 +78,13 @@ def collect(work: Path, patterns: Sequence[str], most_bytes: int) -> tuple[dict[
     if work.is_symlink():
         return {}, "the agent put a link in the place of its working directory"
     try:
-        found = snapshots.Snapshot.read(work, most_bytes).files
+        files = snapshots.Snapshot.read(work, most_bytes).files
     except (protocols.DataError, OSError, RecursionError) as error:  # the last one: folders that are nested too deeply
         return {}, str(error)
-    return wanted(found, patterns), ""
+    return select(files, patterns), ""
 
 
-def wanted(files: Mapping[str, snapshots.File], patterns: Sequence[str]) -> dict[str, snapshots.File]:
+def select(files: Mapping[str, snapshots.File], patterns: Sequence[str]) -> dict[str, snapshots.File]:
     """Returns the files whose paths match one of the patterns."""
     return {
         path: file for path, file in files.items() if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
