@@ -144,7 +144,7 @@ def test_steps_larger_than_the_source_pose_tasks_twice():
     [
         (
             {"task": {"order": "success"}},
-            r"task\.order: success .* libra_jax\.agents\.calculator:task_source has no end",
+            r"task\.order: success .* libra_jax\.examples\.calculator:task_source has no end",
         ),
         ({"algorithm": {"budget": "knapsack"}}, r"algorithm\.budget: knapsack .* has no end, .*; take uniform, or"),
     ],
