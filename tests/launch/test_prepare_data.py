@@ -35,7 +35,11 @@ def test_a_download_becomes_a_file_of_tasks_and_what_was_dropped_is_told(downloa
     assert result.returncode == 0, result.stderr
     told, use = result.stdout.splitlines()
     assert told == (f"search_r1: 30 rows read, 25 tasks written to {output}; dropped: 5 (the same prompt again)")
-    flags = (f"path={output}", "source=libra_jax.environments.datasets:task_source", "environment=libra_jax.rollouts.")
+    flags = (
+        f"path={output}",
+        "source=libra_jax.environments.datasets:task_source",
+        "environment=libra_jax.environments.",
+    )
     assert all(f" --config.task.{flag}" in use for flag in flags)
     source = datasets.task_source(str(output), holdout=0)
     assert len(source) == 25
