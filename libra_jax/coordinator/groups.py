@@ -368,7 +368,7 @@ class Batches:
                 step=self.next_step,
                 finished={key: group.dispatch_version for key, group in self._groups.finished.items()},
                 running=running,
-                taken=self._stream.taken,
+                joined_groups=self._stream.joined_groups,
             )
             if selection.batch:
                 # No await until next_step has grown: a group that finished in between would be admitted at the wrong

@@ -27,14 +27,14 @@ class Stream:
       recovery: restarts the trainer if it dies meanwhile. The restarted one computes the sums in the step.
 
     Attributes:
-      taken: numbers of the groups, in the order in which they were begun.
+      joined_groups: numbers of the groups, in the order in which they were begun.
     """
 
     def __init__(
         self, run: run_context.RunContext, trainer: protocols.TrainerClient, recovery: recovery_lib.Recovery
     ) -> None:
         config = run.config.trainer
-        self.taken: list[int] = []
+        self.joined_groups: list[int] = []
         self._on = config.stream != "off"
         self._least = config.micro_batch_rows * config.row_tokens if config.stream == "micro_batch" else 0
         self._trainer = trainer
@@ -57,14 +57,16 @@ class Stream:
         if not self._on:
             return False
         versions = {number: group.dispatch_version for number, group in finished.items()}
-        numbers = admission.early(bound, step=step, finished=versions, running=running, taken=self.taken)
+        numbers = admission.early(
+            bound, step=step, finished=versions, running=running, joined_groups=self.joined_groups
+        )
         groups = tuple(finished[number] for number in numbers)
         if not groups or sum(map(_tokens, groups)) < self._least:
             return False
         # Before the call: whether or not it succeeds, these groups are in the step.
-        self.taken += numbers
+        self.joined_groups += numbers
         began, name = self._clock(), self._trainer.name
-        self._recorder.status(name, f"training step {step + 1} on the first {len(self.taken)} groups")
+        self._recorder.status(name, f"training step {step + 1} on the first {len(self.joined_groups)} groups")
         try:
             async with self._trainer.lock:
                 await self._accumulate(protocols.TrainBatch(step, groups))
@@ -88,8 +90,8 @@ class Stream:
 
     def take(self) -> tuple[int, ...]:
         """Returns the begun groups of the step that is formed, and forgets them."""
-        taken, self.taken = tuple(self.taken), []
-        return taken
+        joined_groups, self.joined_groups = tuple(self.joined_groups), []
+        return joined_groups
 
     def take_seconds(self) -> float:
         """Returns the trainer's seconds since the last call."""

@@ -62,8 +62,8 @@ def admissible(bound: Bound, *, version: int, next_step: int, outstanding: int) 
     """
     steps = bound.last_step(version) - next_step + 1
     if bound.recycles:
-        most = min(bound.groups_per_step + bound.spare, bound.groups_per_step * (bound.steps - next_step))
-        return max(0, most - outstanding) if version == next_step else 0
+        limit = min(bound.groups_per_step + bound.spare, bound.groups_per_step * (bound.steps - next_step))
+        return max(0, limit - outstanding) if version == next_step else 0
     return max(0, bound.groups_per_step * steps + bound.spare - outstanding) if steps > 0 else 0
 
 
@@ -90,7 +90,7 @@ def early(
     step: int,
     finished: Mapping[int, int],
     running: Mapping[int, int],
-    taken: Collection[int] = (),
+    joined_groups: Collection[int] = (),
 ) -> tuple[int, ...]:
     """Returns finished groups that may join the batch of version `step` before it is complete, the first to finish
     first. All others can still be trained in time. One place stays free for the group that completes the batch.
@@ -100,25 +100,25 @@ def early(
       step: s, the version that trains.
       finished: group id -> dispatch version of the finished groups, in the order in which they finished.
       running: group id -> dispatch version of the unfinished groups.
-      taken: groups of `finished` that have joined before.
+      joined_groups: groups of `finished` that have joined before.
     """
-    outstanding, joined = [*finished.values(), *running.values()], [finished[group] for group in taken]
-    versions, found = sorted(set(outstanding)), []
-    due = {version: sum(other <= version for other in outstanding) for version in versions}
+    outstanding, joined_versions = [*finished.values(), *running.values()], [finished[group] for group in joined_groups]
+    versions, groups = sorted(set(outstanding)), []
+    due = {version: sum(dispatch_version <= version for dispatch_version in outstanding) for version in versions}
     for group, dispatched in finished.items():
-        if group in taken or len(joined) == bound.groups_per_step - 1:
+        if group in joined_groups or len(joined_versions) == bound.groups_per_step - 1:
             continue
         # A later group takes a place in the step, so that one group fewer can be trained by each earlier deadline.
         fits = all(
-            due[version] + 1 + sum(other > version for other in joined)
+            due[version] + 1 + sum(dispatch_version > version for dispatch_version in joined_versions)
             <= bound.groups_per_step * (version + bound.staleness - step + 1) + bound.given_up
             for version in versions
             if version < dispatched
         )
         if fits:
-            joined.append(dispatched)
-            found.append(group)
-    return tuple(found)
+            joined_versions.append(dispatched)
+            groups.append(group)
+    return tuple(groups)
 
 
 def select(
@@ -127,7 +127,7 @@ def select(
     step: int,
     finished: Mapping[int, int],
     running: Mapping[int, int],
-    taken: Collection[int] = (),
+    joined_groups: Collection[int] = (),
 ) -> Selection:
     """Chooses the batch that trains at version `step`: earliest deadline first, and of equal ones the oldest.
 
@@ -138,13 +138,15 @@ def select(
       step: s, the version that trains.
       finished: group id -> dispatch version of the finished groups, in the order in which they finished.
       running: group id -> dispatch version of the unfinished groups.
-      taken: groups of `finished` that have joined the batch before (`early`).
+      joined_groups: groups of `finished` that have joined the batch before (`early`).
     """
     size = bound.groups_per_step
     if len(finished) < size:
         return Selection()
     # Group ids ascend as groups are dispatched; the sort is stable, so with spares the order of finishing stays.
-    by_deadline = sorted(finished, key=lambda group: (group not in taken, finished[group], 0 if bound.spare else group))
+    by_deadline = sorted(
+        finished, key=lambda group: (group not in joined_groups, finished[group], 0 if bound.spare else group)
+    )
     batch, later = by_deadline[:size], by_deadline[size:]
     # Running groups beyond what the steps after this one can still train in time, the most urgent first: for each
     # deadline, what is due by then has to fit into the steps up to it.
@@ -155,11 +157,11 @@ def select(
         # One step fewer than B * (d - s + 1): the batch chosen above takes the step s.
         room = bound.groups_per_step * (version + bound.staleness - step) + bound.given_up
         due = [group for group in urgent if running[group] <= version and group not in binding]
-        excess = len(due) + sum(1 for other in waiting if other <= version) - room
+        excess = len(due) + sum(1 for dispatch_version in waiting if dispatch_version <= version) - room
         binding.extend(due[: max(0, excess)])
     if binding:
         return Selection(binding=tuple(binding))
     # Without spares, admission and the test above leave a later step to every group, so nothing can be surplus.
-    left = {group: finished[group] for group in later} | dict(running) if bound.given_up else {}
-    surplus = (group for group, version in left.items() if bound.last_step(version) <= step)
+    remaining = {group: finished[group] for group in later} | dict(running) if bound.given_up else {}
+    surplus = (group for group, version in remaining.items() if bound.last_step(version) <= step)
     return Selection(batch=tuple(batch), surplus=tuple(surplus))

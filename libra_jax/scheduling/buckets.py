@@ -198,14 +198,14 @@ class Queue:
           level: level of the instance.
           server: the instance; None: any of the level.
         """
-        found: requests.Request | None = None
+        first: requests.Request | None = None
         for request in self._residents:
             home = request.home
             if home is None or home.level != level or home.full or (server is not None and home is not server):
                 continue
-            if found is None or self._rank(request) < self._rank(found):
-                found = request
-        return found
+            if first is None or self._rank(request) < self._rank(first):
+                first = request
+        return first
 
     def _rank(self, request: requests.Request) -> Rank:
         return (*self.order(request), request.ticket)
@@ -249,7 +249,7 @@ class Bucket:
         self.free += server.slots - server.load
         self.eased(server)
 
-    def least(self) -> Server:
+    def least_busy(self) -> Server:
         """Returns the least busy instance with a free slot; ties go to the one with more slots, then to the first.
 
         Call only if `free` is positive.

@@ -101,7 +101,7 @@ class Cmlfq(residents.ResidentScheduler):
         # Among like accelerators it was measured to gain nothing, so there it is left out of the price.
         unlike = len({server.instance.accelerator for server in self.servers.values()}) > 1
         for server in self.servers.values():
-            server.rates = self.rates.known(server.instance.kind)
+            server.rates = self.rates.rate_table(server.instance.kind)
             server.read = self.rates.read(server.instance) if unlike else 0.0
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
@@ -126,14 +126,14 @@ class Cmlfq(residents.ResidentScheduler):
         if generated_tokens < request.mark or server is None or len(self.buckets) == 1:
             return []
         self.route(request, now)
-        wanted, request.wanted = request.wanted, None
-        if wanted is None or wanted is server:
+        target, request.target = request.target, None
+        if target is None or target is server:
             self.account(request, server)  # what is known of it has changed
             return []
-        if wanted.full or not self.admits(request, wanted):
+        if target.full or not self.admits(request, target):
             return []  # a decoding request never gives its place up to wait
         self.withdraw(request)
-        return [self.seat(request, wanted, protocols.MoveReason.BUDGET_OUTRUN), *self.place(now)]
+        return [self.seat(request, target, protocols.MoveReason.BUDGET_OUTRUN), *self.place(now)]
 
     def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         anchor = request.anchor
@@ -156,24 +156,24 @@ class Cmlfq(residents.ResidentScheduler):
         home = request.home
         if home is None and request.anchor is not None and self.admits(request, request.anchor):
             home = request.anchor
-        return bucket.least() if home is None or home.level != bucket.level or home.full else home
+        return bucket.least_busy() if home is None or home.level != bucket.level or home.full else home
 
     def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
         """Returns whether waiting costs the request more than a turn at this bucket's pace, and the move there."""
-        own, wanted = self.buckets[request.level], request.wanted
+        level_bucket, target = self.buckets[request.level], request.target
         # The reserve: a short request in the last slots would make the next long one wait.
-        if own.level < bucket.level and bucket.free <= self.config.reserve * bucket.slots:
+        if level_bucket.level < bucket.level and bucket.free <= self.config.reserve * bucket.slots:
             return False
-        server = bucket.least()
+        server = bucket.least_busy()
         if not self.admits(request, server):
             return False
         context = cost_model.rounded(request.inherited or request.context_tokens)
         move = self.config.move_margin * self.rates.move(request.context_at, server.instance, context)
         here = self._pace(server, server.residents + 1, request.context_tokens)
-        if wanted is not None:
-            waited_for, queue, count = wanted, wanted.queue.size, wanted.instance.slots
+        if target is not None:
+            waited_for, queue, count = target, target.queue.size, target.instance.slots
         else:
-            waited_for, queue, count = own.servers[0], own.queue.size, own.slots
+            waited_for, queue, count = level_bucket.servers[0], level_bucket.queue.size, level_bucket.slots
         # A slot that is waited for comes free on a full instance, so its pace is the one of all slots.
         there = self._pace(waited_for, waited_for.instance.slots, 0)
         wait = queue * self._turn_tokens * there / count
@@ -188,14 +188,14 @@ class Cmlfq(residents.ResidentScheduler):
     def _cheapest(self, request: requests.Request, points: prefix_tree.Sketch, now: float) -> int:
         """Returns the level of the cheapest bucket.
 
-        Sets `request.wanted` to the instance in it if the request is to go to that one, `request.urgency`, and
+        Sets `request.target` to the instance in it if the request is to go to that one, `request.urgency`, and
         `request.gain` if a bucket is cheaper than home.
         """
         elapsed = now - request.rollout.arrived  # of the rollout: a step waits for all of its segments
         home, anchor = request.home, request.anchor
         best, level = float("inf"), request.level
         stay = best
-        request.wanted = request.gain = None
+        request.target = request.gain = None
         if home is not None:
             wait = 0.0
             if request.server is None and home.load >= home.slots:
@@ -205,14 +205,14 @@ class Cmlfq(residents.ResidentScheduler):
                     break
             else:  # no slot is free: it stays where its context is, at any cost, and only its urgency is asked for
                 start, exponent = elapsed + wait, self._power - 1.0
-                pace = self._pace(home, home.residents, request.context_now - request.held[0])
+                pace = self._pace(home, home.residents, request.context_now - request.home_account[0])
                 urgency = 0.0
                 for tokens, mass in zip(points, self.masses):  # noqa: B905 (equally many)
                     urgency += mass * (start + tokens * pace) ** exponent
-                request.wanted, request.urgency = home, self._power * urgency
+                request.target, request.urgency = home, self._power * urgency
                 return home.level
             best = stay = self._cost(request, home, points, elapsed, wait)
-            level, request.wanted = home.level, home
+            level, request.target = home.level, home
             urgency = self._urgency
         elif anchor is not None:
             # Priced as the others are, with the wait for a slot: it may hold little of the context.
@@ -220,14 +220,14 @@ class Cmlfq(residents.ResidentScheduler):
             if anchor.full or not self.admits(request, anchor):
                 wait = self._wait_at(anchor.queue.ahead(request), anchor, anchor.slots)
             best = stay = self._cost(request, anchor, points, elapsed, wait)
-            level, request.wanted = anchor.level, anchor
+            level, request.target = anchor.level, anchor
             urgency = self._urgency
         for bucket in self.buckets:
             if not bucket.slots:
                 continue
             server, wait, roomy = bucket.servers[0], 0.0, False
             if bucket.free > 0:
-                server = bucket.least()
+                server = bucket.least_busy()
                 if server is home or server is anchor:
                     continue
                 roomy = self.admits(request, server)
@@ -238,7 +238,7 @@ class Cmlfq(residents.ResidentScheduler):
             cost = self._cost(request, server, points, elapsed, wait)
             if cost < best:
                 best, level, urgency = cost, bucket.level, self._urgency
-                request.wanted = server if roomy else None
+                request.target = server if roomy else None
         if best < float("inf"):
             request.urgency = urgency
         if best < stay < float("inf"):  # the p-th roots are seconds
@@ -285,9 +285,9 @@ class Cmlfq(residents.ResidentScheduler):
         """
         power, context = self._power, request.context_now
         here = request.home is server
-        others = server.residents - here
+        other_residents = server.residents - here
         # At home its context is in the sum already, as of its last account: only the growth since then joins.
-        pace = self._pace(server, others + 1, context - request.held[0] if here else context)
+        pace = self._pace(server, other_residents + 1, context - request.home_account[0] if here else context)
         # A segment that was not served yet moves what it shares with its parent; the rest is computed anywhere.
         moved = cost_model.rounded(request.inherited or context)
         seconds_to_move = self.rates.move(request.context_at, server.instance, moved)
@@ -297,21 +297,21 @@ class Cmlfq(residents.ResidentScheduler):
             pace += self._more_read(request) * server.read
             move += request.unread * server.read
         start = elapsed + wait + move
-        own = urgency = shared = 0.0
+        own_cost = urgency = shared = 0.0
         theirs = server.urgent_tokens / server.urgency if server.urgency > 0 else 0.0
         exponent = power - 1.0
         for tokens, mass in zip(points, self.masses):  # noqa: B905 (equally many)
             seconds = start + tokens * pace
             weight = mass * seconds**exponent
-            own += weight * seconds
+            own_cost += weight * seconds
             urgency += weight
             shared += mass * (tokens if tokens < theirs else theirs)  # tokens for which both decode there
         self._urgency = power * urgency
-        if not others:
-            return own
+        if not other_residents:
+            return own_cost
         # What the others lose: the difference of the paces with and without it, and its prefill.
-        slower = pace - self._pace(server, others, -request.held[0] if here else 0)
-        return own + server.urgency * (max(0.0, slower) * shared + move)
+        slower = pace - self._pace(server, other_residents, -request.home_account[0] if here else 0)
+        return own_cost + server.urgency * (max(0.0, slower) * shared + move)
 
 
 class CmlfqPaper(residents.ResidentScheduler):
@@ -332,14 +332,14 @@ class CmlfqPaper(residents.ResidentScheduler):
 
     def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         assert request.track is not None
-        if returned and (node := self.paths.known(request.track)) is not None:
+        if returned and (node := self.paths.deepest_node(request.track)) is not None:
             request.remaining = node.mean
             level = self.levels.of_length(node.mean)
             # The published test of certainty: a spread that crosses a bound says nothing of the bucket.
             if level == self.levels.of_length(node.quantile(0.9)):
                 request.level = level
         level = min(request.level, len(self.buckets) - 1)
-        request.wanted = self.home(request, level)
+        request.target = self.home(request, level)
         return level
 
     def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:

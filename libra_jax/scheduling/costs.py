@@ -80,12 +80,12 @@ class LinearCosts:
         return 1.0 + (degree - 1) * self.coefficients.scaling
 
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
-        known = self.coefficients
+        coefficients = self.coefficients
         mean_context = context_tokens + tokens / 2  # the context grows by a token a step
         step = (
-            known.step_seconds
-            + (decoding - 1) * known.request_seconds
-            + decoding * mean_context * known.context_seconds
+            coefficients.step_seconds
+            + (decoding - 1) * coefficients.request_seconds
+            + decoding * mean_context * coefficients.context_seconds
         )
         return tokens * step / (self.speed(instance.tensor_parallel) * self._of(instance).decode)
 
@@ -97,8 +97,8 @@ class LinearCosts:
         if source is None or source == target.name:
             return 0.0
         # An engine that cannot be given keys and values computes them again.
-        prefill, known = self.read_seconds(target, context_tokens), self.coefficients
-        return min(prefill, context_tokens / known.transfer_tokens_per_second) if self.transfers else prefill
+        prefill, coefficients = self.read_seconds(target, context_tokens), self.coefficients
+        return min(prefill, context_tokens / coefficients.transfer_tokens_per_second) if self.transfers else prefill
 
     def _of(self, instance: protocols.Instance) -> Speed:
         return self.speeds.get(instance.accelerator, ALIKE)
@@ -125,18 +125,18 @@ class Rates:
         self._read.clear()
         self._move.clear()
 
-    def known(self, kind: protocols.Kind) -> dict[int, float]:
+    def rate_table(self, kind: protocols.Kind) -> dict[int, float]:
         """Returns the seconds a token that instances of this kind were asked for, by `packed` keys."""
         return self._decode.setdefault(kind, {})
 
     def decode(self, instance: protocols.Instance, decoding: int, context: int) -> float:
         """Returns seconds a token for one of `decoding` requests that have this rounded context each."""
-        known, key = self.known(instance.kind), packed(decoding, context)
-        rate = known.get(key)
+        rates, key = self.rate_table(instance.kind), packed(decoding, context)
+        rate = rates.get(key)
         if rate is None:
             # Over many tokens, since the context grows meanwhile and one token's time would leave that out.
             seconds = self.costs.decode_seconds(instance, decoding, context, RATE_TOKENS)
-            rate = known[key] = seconds / RATE_TOKENS
+            rate = rates[key] = seconds / RATE_TOKENS
         return rate
 
     def read(self, instance: protocols.Instance) -> float:

@@ -73,7 +73,7 @@ class Places:
 
     def pick(self, request: requests.Request, bucket: buckets.Bucket) -> buckets.Server:
         """Returns the instance of the bucket that takes the request; it must have a free slot."""
-        return bucket.least()
+        return bucket.least_busy()
 
     def admits(self, request: requests.Request, server: buckets.Server) -> bool:
         """Returns whether an instance with a free slot has room for the request; aged requests go in regardless."""
@@ -106,7 +106,7 @@ class Places:
         request.server = server
         request.served_by = request.context_at = server.name
         request.inherited = request.unread = 0
-        request.wanted = None
+        request.target = None
         server.decoding[request] = None
         self.buckets[server.level].occupy(server)
         # A move is a change of instance, so a request's first placement is none.
@@ -155,17 +155,17 @@ class Places:
 
     def _enqueue(self, request: requests.Request, level: int) -> None:
         self._waiting += 1
-        wanted = request.wanted
-        if wanted is not None:
-            request.level = wanted.level
-            self._touched.append(wanted)
-            wanted.queue.push(request)
+        target = request.target
+        if target is not None:
+            request.level = target.level
+            self._touched.append(target)
+            target.queue.push(request)
             # After the push, because the queue's size is what is compared.
-            self._crowds.joined(wanted)
+            self._crowds.joined(target)
             return
         if not self.buckets[level].slots:  # its instances are lost or still to come: the nearest bucket stands in
-            served = [bucket.level for bucket in self.buckets if bucket.slots]
-            level = min(served, key=lambda other: abs(other - level), default=level)
+            served_levels = [bucket.level for bucket in self.buckets if bucket.slots]
+            level = min(served_levels, key=lambda candidate: abs(candidate - level), default=level)
         request.level = level
         self.buckets[level].queue.push(request)
 
@@ -290,8 +290,12 @@ class Places:
         for bucket in reversed(self.buckets):
             if bucket.free <= 0:
                 continue
-            for other in self._near[bucket.level]:
-                while bucket.free > 0 and (first := other.queue.first()) is not None and self.serves(bucket, first[-1]):
+            for neighbour in self._near[bucket.level]:
+                while (
+                    bucket.free > 0
+                    and (first := neighbour.queue.first()) is not None
+                    and self.serves(bucket, first[-1])
+                ):
                     server = self.pick(first[-1], bucket)
                     if not self.admits(first[-1], server):
                         break

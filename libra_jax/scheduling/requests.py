@@ -52,7 +52,7 @@ class Request:
       context_tokens: tokens of its context at its arrival or last tool return.
       generated_tokens: tokens generated over all turns, as last reported.
       turn_start: generated tokens at its arrival or last tool return.
-      given: tokens of its context at its arrival that it had not generated.
+      input_tokens: tokens of its context at its arrival that it had not generated.
       unread: tokens of its context that no instance has seen: its prompt, or what its tool has just returned.
       level: bucket that the request is meant for.
       remaining: tokens that the policy expects it to generate still; the ordering reads this.
@@ -69,11 +69,11 @@ class Request:
       seated: its turn among all placements; drawn each time that it begins to decode.
       aged: it was placed because it had waited for `scheduler.ageing_seconds`.
       mark: generated tokens at which the policy judges it next, or judged it last.
-      wanted: the instance that it waits for; None if any instance of its bucket will do.
+      target: the instance that it waits for; None if any instance of its bucket will do.
       urgency: cost of one second that it loses, as of its last decision (`cmlfq`).
       home: instance that counts it among its residents (`residents`).
       anchor: instance that may hold its context, or its parent's, and does not count it (`residents`).
-      held: its context, urgency, remaining tokens and footprint as `home` counts them.
+      home_account: its context, urgency, remaining tokens and footprint as `home` counts them.
       track: its causal path, as the policy's learner follows it.
     """
 
@@ -85,7 +85,7 @@ class Request:
     context_tokens: int
     generated_tokens: int
     turn_start: int = 0
-    given: int = 0
+    input_tokens: int = 0
     unread: int = 0
     level: int = 0
     remaining: float = 0.0
@@ -101,11 +101,11 @@ class Request:
     seated: int = 0
     aged: bool = False
     mark: int = 0
-    wanted: buckets.Server | None = None
+    target: buckets.Server | None = None
     urgency: float = 0.0
     home: buckets.Server | None = None
     anchor: buckets.Server | None = None
-    held: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
+    home_account: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
     track: paths.Track | None = None
 
     @property
@@ -116,7 +116,7 @@ class Request:
     @property
     def read_tokens(self) -> int:
         """Tokens that tools have returned since its arrival."""
-        return self.context_tokens - self.turn_start - self.given
+        return self.context_tokens - self.turn_start - self.input_tokens
 
     @property
     def away(self) -> bool:

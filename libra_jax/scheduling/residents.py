@@ -34,9 +34,9 @@ def filled(server: buckets.Server) -> float:
     return server.footprint / room if room else buckets.share_in_use(server)
 
 
-def _limited(busy: Callable[[buckets.Server], float], most: int) -> Callable[[buckets.Server], float]:
+def _limited(busy: Callable[[buckets.Server], float], max_residents: int) -> Callable[[buckets.Server], float]:
     """Returns `busy` with instances at the limit of residents last."""
-    return lambda server: math.inf if server.residents >= most else busy(server)
+    return lambda server: math.inf if server.residents >= max_residents else busy(server)
 
 
 class ResidentScheduler(slots.SlotScheduler):
@@ -79,8 +79,8 @@ class ResidentScheduler(slots.SlotScheduler):
         # A resident is counted already. An empty instance takes any request, or one larger than its cache never ran.
         if request.home is server or not server.residents:
             return True
-        most, room = self.config.max_residents, self._room_share * server.instance.cache_tokens
-        if most and server.residents >= most:
+        limit, room = self.config.max_residents, self._room_share * server.instance.cache_tokens
+        if limit and server.residents >= limit:
             return False
         return not room or server.footprint + self.footprint(request) <= room
 
@@ -131,10 +131,10 @@ class ResidentScheduler(slots.SlotScheduler):
         where they are, and draw them back there.
         """
         if len(request.rollout.requests) > 1:
-            for other in request.rollout.requests:
-                if other is not request and other.home is not None and other.away:
-                    other.anchor = other.home
-                    self.evict(other)
+            for segment in request.rollout.requests:
+                if segment is not request and segment.home is not None and segment.away:
+                    segment.anchor = segment.home
+                    self.evict(segment)
         if request.inherited:
             request.anchor = self.servers.get(request.context_at)
 
@@ -143,7 +143,7 @@ class ResidentScheduler(slots.SlotScheduler):
         context, urgency, remaining = request.context_now, request.urgency, request.remaining
         footprint = self.footprint(request)
         if request.home is server:
-            context_then, urgency_then, remaining_then, footprint_then = request.held
+            context_then, urgency_then, remaining_then, footprint_then = request.home_account
             server.footprint += footprint - footprint_then
             server.context += context - context_then
             server.urgency += urgency - urgency_then
@@ -160,7 +160,7 @@ class ResidentScheduler(slots.SlotScheduler):
             server.context += context
             server.urgency += urgency
             server.urgent_tokens += urgency * remaining
-        request.held = context, urgency, remaining, footprint
+        request.home_account = context, urgency, remaining, footprint
 
     def leave_full(self, request: requests.Request) -> None:
         """Takes a request whose tool has returned off a home whose residents have outgrown the cache.
@@ -178,7 +178,7 @@ class ResidentScheduler(slots.SlotScheduler):
         if server is None:
             return
         request.home = None
-        context, urgency, remaining, footprint = request.held
+        context, urgency, remaining, footprint = request.home_account
         server.residents -= 1
         server.footprint -= footprint
         server.context -= context

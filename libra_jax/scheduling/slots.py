@@ -64,7 +64,7 @@ class SlotScheduler(places.Places):
     def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         """Returns the level that a request is meant for when it begins to wait.
 
-        Sets `request.wanted` if the request is to go to one instance, `request.remaining` if the policy expects
+        Sets `request.target` if the request is to go to one instance, `request.remaining` if the policy expects
         anything of its length, and `request.gain` if it expects anything of a move.
 
         Args:
@@ -88,7 +88,7 @@ class SlotScheduler(places.Places):
         waiting = [item for item in self.requests.values() if item.queue is not None]
         for request in [*displaced, *waiting]:
             self.withdraw(request)
-            request.wanted = None  # that instance may be lost; `route` decides again below
+            request.target = None  # that instance may be lost; `route` decides again below
         # Some of these instances are lost, and `_enqueue` below notes the others again.
         self._touched.clear()
         self.levels.learn(instances)
@@ -137,7 +137,7 @@ class SlotScheduler(places.Places):
             request.context_tokens,
             generated,
             turn_start=generated,
-            given=request.context_tokens - generated,
+            input_tokens=request.context_tokens - generated,
             unread=request.context_tokens - request.shared_tokens,
             remaining=float(generated),
             mark=generated,
@@ -149,7 +149,7 @@ class SlotScheduler(places.Places):
         self.requests[request.request_id] = item
         if self.learner is not None:
             earlier = rollout.requests[0].track if rollout.requests else None
-            spent = sum(other.generated_tokens for other in rollout.requests)
+            spent = sum(segment.generated_tokens for segment in rollout.requests)
             item.track = self.learner.start(item.prompt_id, generated, request.segment, earlier, spent)
         rollout.requests.append(item)
         self.begins(item)

@@ -14,7 +14,7 @@ class Model:
 
     def __init__(self, bound: admission.Bound, stale: str, data: st.DataObject, streams: bool = False) -> None:
         self.bound, self.stale, self.data, self.streams = bound, stale, data, streams
-        self.taken: list[int] = []
+        self.joined_groups: list[int] = []
         self.version = self.next_step = self.admitted = 0
         self.running: dict[int, int] = {}
         self.finished: dict[int, int] = {}
@@ -46,11 +46,16 @@ class Model:
 
     def select(self) -> admission.Selection:
         """As a streamed step does: finished groups may join the batch before it is complete, and then stay in it."""
-        state = {"step": self.version, "finished": self.finished, "running": self.running, "taken": self.taken}
+        state = {
+            "step": self.version,
+            "finished": self.finished,
+            "running": self.running,
+            "joined_groups": self.joined_groups,
+        }
         if self.streams and self.data.draw(st.booleans(), label="streams now"):
-            self.taken += admission.early(self.bound, **state)
-            assert len(set(self.taken)) == len(self.taken) < self.bound.groups_per_step
-            state["taken"] = self.taken
+            self.joined_groups += admission.early(self.bound, **state)
+            assert len(set(self.joined_groups)) == len(self.joined_groups) < self.bound.groups_per_step
+            state["joined_groups"] = self.joined_groups
         return admission.select(self.bound, **state)
 
     def step(self) -> None:
@@ -66,8 +71,8 @@ class Model:
             else:
                 self.finish_some(least=1)
         self.next_step = self.version + 1
-        assert set(self.taken) <= set(selection.batch), "a group that had joined the batch is not in it"
-        self.taken = []
+        assert set(self.joined_groups) <= set(selection.batch), "a group that had joined the batch is not in it"
+        self.joined_groups = []
         for group in selection.batch:
             self.trained.append((group, self.version - self.finished.pop(group)))
         assert len(selection.surplus) <= self.bound.spare

@@ -91,7 +91,7 @@ class Exchanging(residents.ResidentScheduler):
 
     def route(self, request, now, *, returned=False):
         others = [server for server in self.servers.values() if server is not request.home]
-        request.wanted = others[0] if returned else None
+        request.target = others[0] if returned else None
         return 0
 
 

@@ -77,11 +77,11 @@ class Row:
 
     __slots__ = ("features", "logs", "mark", "scale", "shift")
 
-    def __init__(self, mark: int, shift: float, scale: float, found: Sequence[float], logs: Sequence[float]) -> None:
+    def __init__(self, mark: int, shift: float, scale: float, inputs: Sequence[float], logs: Sequence[float]) -> None:
         self.mark = mark
         self.shift = shift
         self.scale = scale
-        self.features = array.array("f", found)
+        self.features = array.array("f", inputs)
         self.logs = array.array("f", logs)
 
 
@@ -165,27 +165,27 @@ class Correction:
         by_path, plain = mixture.logs_of(path), log(1.0 + typical)
         middle, width = by_path[2], by_path[4] - by_path[0]
         spread = log(max(NARROWEST, width))
-        found = course.progress.features(generated_tokens, log(siblings), plain, middle, spread)
+        inputs = course.progress.features(generated_tokens, log(siblings), plain, middle, spread)
         trust = self._requests / (self._requests + TRUST)
         errors = self._errors.quantiles
         if not errors:
             trust = 0.0
         elif width < SETTLING:  # samples that agree settle what is left, and a correction could only blur it
             trust *= width / SETTLING
-        shift = trust * self._shift.predict(found)
+        shift = trust * self._shift.predict(inputs)
         shift = -MOST_SHIFT if shift < -MOST_SHIFT else MOST_SHIFT if shift > MOST_SHIFT else shift
         low, high = SCALE_RANGE
-        scale = self._scale.predict(_scale_features(found, shift))
+        scale = self._scale.predict(_scale_features(inputs, shift))
         scale = 2.0 ** (low if scale < low else high if scale > high else scale)
         if trust:
-            own, scaled, centre = 1.0 - trust, trust * scale, middle + shift
-            centre -= own * middle
-            corrected = tuple([centre + scaled * a + own * b for a, b in zip(errors, by_path)])  # noqa: B905
+            path_share, scaled, centre = 1.0 - trust, trust * scale, middle + shift
+            centre -= path_share * middle
+            corrected = tuple([centre + scaled * a + path_share * b for a, b in zip(errors, by_path)])  # noqa: B905
         else:
             corrected = by_path
         course.shift = shift
         if course.watched and generated_tokens != course.mark:
-            course.keep(Row(generated_tokens, shift, scale, found, (*by_path, *corrected)))
+            course.keep(Row(generated_tokens, shift, scale, inputs, (*by_path, *corrected)))
         return mixture.tokens_of(self._mixture.average(by_path, corrected))
 
     def mixed(self, path: prefix_tree.Sketch, corrected: prefix_tree.Sketch) -> prefix_tree.Sketch:
@@ -220,18 +220,18 @@ class Correction:
             weight *= self._growth
             target = truth - row.logs[2]  # from the median by path
             error = target - row.shift
-            found = list(row.features)  # slices of lists are faster
-            self._shift.add(found, target, weight)
+            inputs = list(row.features)  # slices of lists are faster
+            self._shift.add(inputs, target, weight)
             spread = math.log2(abs(error) + SMALLEST_ERROR) + TYPICAL_ERROR
-            self._scale.add(_scale_features(found, row.shift), spread, weight)
+            self._scale.add(_scale_features(inputs, row.shift), spread, weight)
             self._errors.add(error / row.scale)
             self._unswept += 1
             if self._unswept >= SWEPT:
                 self._sweep()
 
-    def learn_share(self, least: int, share: int) -> None:
+    def learn_share(self, minimum: int, share: int) -> None:
         """Takes in `least` predictions and one in `share` of those that wait, so that never too many do."""
-        self.learn(least + len(self._waiting) // share)
+        self.learn(minimum + len(self._waiting) // share)
 
     def settle(self) -> None:
         """Takes in all that waits."""
@@ -296,7 +296,7 @@ class Correction:
             self._growth = 1.0
 
 
-def _scale_features(found: Sequence[float], shift: float) -> tuple[float, ...]:
+def _scale_features(inputs: Sequence[float], shift: float) -> tuple[float, ...]:
     """Returns what the scale of an error is predicted from, given the features and the shift."""
-    apart, spread, path = found[features.APART], found[features.APART + 1], found[features.APART + 2]
+    apart, spread, path = inputs[features.APART], inputs[features.APART + 1], inputs[features.APART + 2]
     return 1.0, spread - 1.5, path + 0.25 * shift, min(2.0, abs(apart))

@@ -130,12 +130,12 @@ class Evidence:
                 prompts.popitem(last=False)
         self._prompts.move_to_end(prompt_id)
         prompt.live += 1
-        track = paths.begun(prompt_id, prompt, generated_tokens, segment, earlier)
+        track = paths.start_track(prompt_id, prompt, generated_tokens, segment, earlier)
         self._correction.begin(track.course)
         if segment and self._sees == "causes":
             past, key = track.history, paths.opening_key(segment)
             so_far = (past.failures, past.largest), rollout_tokens.bit_length(), past.last
-            track.opening = (key, *so_far) if past.known else (key,)
+            track.opening = (key, *so_far) if past.complete else (key,)
             track.failures, track.largest = past.failures, past.largest
         return track
 
@@ -145,13 +145,13 @@ class Evidence:
             self._survived(track, generated_tokens)
             return
         track.course.progress.returned(causal_state, generated_tokens)
-        seen = causal_state.tool, causal_state.payload_tokens.bit_length(), causal_state.status
-        key = self._keys.get(seen)
+        cache_key = causal_state.tool, causal_state.payload_tokens.bit_length(), causal_state.status
+        key = self._keys.get(cache_key)
         if key is None:
             # Tools may return any name, so the table is bounded; what is dropped is only made once more.
             if len(self._keys) >= MOST_KEYS:
                 self._keys.clear()
-            key = self._keys[seen] = paths.causal_key(causal_state)
+            key = self._keys[cache_key] = paths.causal_key(causal_state)
         track.path.append(key)
         track.marks.append(generated_tokens)
         track.failures, track.largest = paths.counted(key, track.failures, track.largest)
@@ -186,11 +186,11 @@ class Evidence:
         remaining = track.remaining(generated_tokens)
         self.by_prompt.add((track.place, *track.path), (generated_tokens, *remaining))
         # True remainders beside predicted ones: a running least-squares fit of the factor's power, in logarithms.
-        kept = 1.0 - SIBLINGS_FORGOTTEN
+        decay = 1.0 - SIBLINGS_FORGOTTEN
         for place, (factor, mean) in track.predicted.items():
             error = math.log((generated_tokens - track.marks[place] + 1.0) / (mean + 1.0))
             errors, factors = self._siblings
-            self._siblings = kept * errors + factor * error, kept * factors + factor**2
+            self._siblings = decay * errors + factor * error, decay * factors + factor**2
         # The first returns of an endless path suffice, so that no single request fills the windows.
         for key, mark in zip(track.path[: 2 * self._depth], track.marks, strict=False):
             failures, largest = paths.counted(key, failures, largest)

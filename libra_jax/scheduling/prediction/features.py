@@ -43,8 +43,8 @@ _kinds: dict[tuple[str, str], tuple[bool, bool, int]] = {}
 
 def kind_of(call: str, status: str) -> tuple[bool, bool, int]:
     """Returns whether a call edits, whether it tests, and the place of its hashed feature."""
-    found = _kinds.get((call, status))
-    if found is None:
+    kind = _kinds.get((call, status))
+    if kind is None:
         # Tools may have any name, so the table is bounded; what is dropped is only made once more.
         if len(_kinds) >= MOST_NAMES:
             _kinds.clear()
@@ -52,8 +52,8 @@ def kind_of(call: str, status: str) -> tuple[bool, bool, int]:
         edits, tests = (any(part in name for part in parts) for parts in (EDITS, TESTS))
         # Not Python's own hash, which differs from process to process.
         place = zlib.crc32(f"{call} {status}".encode()) % HASHED
-        found = _kinds[call, status] = (edits, tests, place)
-    return found
+        kind = _kinds[call, status] = (edits, tests, place)
+    return kind
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +77,7 @@ class Progress:
       errors: returns that named an error.
       hashed: place of the hashed feature of the last return.
       failed_tool: tool of the last return if it failed, else empty.
-      seen: names of the errors so far.
+      error_names: names of the errors so far.
     """
 
     turns: int = 0
@@ -96,7 +96,7 @@ class Progress:
     errors: int = 0
     hashed: int = -1
     failed_tool: str = ""
-    seen: tuple[str, ...] = ()
+    error_names: tuple[str, ...] = ()
 
     def turned(self, generated_tokens: int) -> None:
         """Counts a turn, of which nothing but its tokens is known."""
@@ -116,10 +116,10 @@ class Progress:
         self.failed_tool = state.tool if failed else ""
         if state.error:
             self.errors += 1
-            if state.error in self.seen:
+            if state.error in self.error_names:
                 self.repeated = True
             else:
-                self.seen = (*self.seen[-7:], state.error)
+                self.error_names = (*self.error_names[-7:], state.error)
         self.payload = state.payload_tokens
         self.largest = max(self.largest, self.payload)
         edits, tests, self.hashed = kind_of(state.call or state.tool, state.status)
@@ -142,7 +142,7 @@ class Progress:
         """
         log, turns = math.log2, self.turns
         apart = typical - path
-        found = [
+        values = [
             1.0,
             0.25 * log(1 + generated_tokens),
             0.25 * log(1 + turns),
@@ -163,7 +163,7 @@ class Progress:
             spread,
             0.25 * path,
         ]
-        found += NO_CALL
+        values += NO_CALL
         if self.hashed >= 0:
-            found[SIZE - HASHED + self.hashed] = 1.0
-        return found
+            values[SIZE - HASHED + self.hashed] = 1.0
+        return values

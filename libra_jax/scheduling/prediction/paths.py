@@ -59,13 +59,13 @@ class History:
       last: latest causal state; None before the first.
       failures: causal states other than successes, up to `MOST_FAILURES`.
       largest: size class of the largest payload.
-      known: whether nothing is missing, as it is of a rollout that went on after a restart.
+      complete: whether nothing is missing, as it is of a rollout that went on after a restart.
     """
 
     last: Key | None = None
     failures: int = 0
     largest: int = 0
-    known: bool = True
+    complete: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -116,11 +116,11 @@ def opening_key(segment: int) -> Key:
     return "segment", min(segment, MOST_SEGMENTS), "begun"
 
 
-def begun(prompt_id: str, prompt: Prompt, generated_tokens: int, segment: int, earlier: Track | None) -> Track:
+def start_track(prompt_id: str, prompt: Prompt, generated_tokens: int, segment: int, earlier: Track | None) -> Track:
     """Returns the path of a request that has arrived, without an opening."""
-    history = History(known=not segment) if earlier is None else earlier.history
+    history = History(complete=not segment) if earlier is None else earlier.history
     if generated_tokens:
-        history.known = False
+        history.complete = False
     place = (prompt_id, min(segment, MOST_SEGMENTS)) if segment else prompt_id
     return Track(place, prompt, generated_tokens, history)
 
@@ -160,7 +160,7 @@ class PathStatistics:
         rollout_tokens: int = 0,
     ) -> Track:
         """Returns the empty path of a request that has arrived (`Evidence.start`); each segment has its own."""
-        return begun(prompt_id, Prompt(), generated_tokens, segment, earlier)
+        return start_track(prompt_id, Prompt(), generated_tokens, segment, earlier)
 
     def observe(self, track: Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
         track.path.append(causal_key(causal_state))
@@ -173,15 +173,15 @@ class PathStatistics:
         self.by_prompt.add((track.place, *track.path), (generated_tokens, *remaining))
         self.shared.add(track.path, remaining)
 
-    def known(self, track: Track) -> prefix_tree.Node | None:
+    def deepest_node(self, track: Track) -> prefix_tree.Node | None:
         """Returns the deepest known node of the path, in the prompt's tree first; None if no part of it is known."""
         # In the prompt's tree the first edge is the prompt itself, which says nothing of the path.
-        for tree, path, least in ((self.by_prompt, (track.place, *track.path), 2), (self.shared, track.path, 1)):
+        for tree, path, min_depth in ((self.by_prompt, (track.place, *track.path), 2), (self.shared, track.path, 1)):
             node, depth = tree.find(path)
             tree.use(node)
             while node.parent is not None and len(node.samples) < KNOWN_SAMPLES:
                 node, depth = node.parent, depth - 1
-            if depth >= least:
+            if depth >= min_depth:
                 return node
         return None
 

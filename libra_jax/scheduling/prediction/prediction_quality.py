@@ -115,7 +115,7 @@ def rollouts(record: Mapping[str, Any]) -> list[Rollout]:
     by_segment: dict[int, list[Mapping[str, Any]]] = {}
     for turn in record["turns"]:
         by_segment.setdefault(turn.get("segment", 0), []).append(turn)
-    found = []
+    result = []
     for turns in by_segment.values():
         returns = tuple(
             protocols.CausalState(
@@ -128,8 +128,8 @@ def rollouts(record: Mapping[str, Any]) -> list[Rollout]:
             for turn in turns[:-1]
         )
         generated = tuple(turn["generated_tokens"] for turn in turns)
-        found.append(Rollout(record["prompt_id"], step if isinstance(step, int) else None, generated, returns))
-    return found
+        result.append(Rollout(record["prompt_id"], step if isinstance(step, int) else None, generated, returns))
+    return result
 
 
 def measure(
@@ -141,25 +141,25 @@ def measure(
       rollouts: rollouts in the order in which they were trained.
       config: the scheduler's settings; None takes the defaults.
     """
-    left: dict[paths.Key, list[int]] = collections.defaultdict(list)
+    tokens_left: dict[paths.Key, list[int]] = collections.defaultdict(list)
     for one in rollouts:
         for state, remaining in zip(one.returns, _remaining(one), strict=True):
-            left[paths.causal_key(state)].append(remaining)
-    if not left:
+            tokens_left[paths.causal_key(state)].append(remaining)
+    if not tokens_left:
         return None
-    every = sorted(itertools.chain.from_iterable(left.values()))
+    every = sorted(itertools.chain.from_iterable(tokens_left.values()))
     ranks = (len(every) * part // BUCKETS for part in range(1, BUCKETS))
     # A bound at the largest value would leave the bucket above it empty.
     judge = _Judge(tuple(sorted({every[max(0, rank - 1)] for rank in ranks} - {every[-1]})))
     config = config or configuration.SchedulerConfig()
-    known = evidence.Evidence(config)
+    candidate = evidence.Evidence(config)
     plain = evidence.Evidence(dataclasses.replace(config, evidence="mean"))
     steps = [at // STEP_TRAJECTORIES if one.step is None else one.step for at, one in enumerate(rollouts)]
     # Grouped without sorting: the file's order is the order of training, and nothing may be learnt before its time.
     by_step = itertools.groupby(zip(steps, rollouts, strict=True), key=operator.itemgetter(0))
     for number, (_, step) in enumerate(by_step):
-        judge.take_step([one for _, one in step], known, plain, judged=number > 0)
-    return judge.quality(left)
+        judge.take_step([one for _, one in step], candidate, plain, judged=number > 0)
+    return judge.quality(tokens_left)
 
 
 def told(size_class: int) -> str:
@@ -188,31 +188,31 @@ class _Judge:
         self._saved: dict[str, list[float]] = collections.defaultdict(list)  # bits of each return, by prompt
 
     def take_step(
-        self, step: Sequence[Rollout], known: evidence.Evidence, plain: evidence.Evidence, *, judged: bool
+        self, step: Sequence[Rollout], candidate: evidence.Evidence, plain: evidence.Evidence, *, judged: bool
     ) -> None:
         """Predicts what is left at each return of a step's rollouts, and learns from each rollout when it ends.
 
         Args:
           step: the rollouts.
-          known: the evidence that is judged.
+          candidate: the evidence that is judged.
           plain: one distribution for all requests.
           judged: whether the predictions count.
         """
-        tracks = [known.start(one.prompt_id, 0) for one in step]
-        others = [plain.start(one.prompt_id, 0) for one in step]
+        tracks = [candidate.start(one.prompt_id, 0) for one in step]
+        plain_tracks = [plain.start(one.prompt_id, 0) for one in step]
         marks = [list(itertools.accumulate(one.generated)) for one in step]
         # By tokens generated: rollouts of a step run side by side at one speed, so this is the order in time.
         events = ((mark, place, turn) for place, ends in enumerate(marks) for turn, mark in enumerate(ends))
         for generated, place, turn in sorted(events):
             one, track = step[place], tracks[place]
             if turn == len(one.returns):  # the last output ends the rollout
-                known.finish(track, generated)
-                plain.finish(others[place], generated)
+                candidate.finish(track, generated)
+                plain.finish(plain_tracks[place], generated)
                 for state, remaining in zip(one.returns, _remaining(one), strict=True):
                     self._after[paths.causal_key(state)][bisect.bisect_left(self._bounds, remaining)] += 1
                 continue
-            known.observe(track, one.returns[turn], generated)
-            sketch, remaining = known.predict(track, generated), marks[place][-1] - generated
+            candidate.observe(track, one.returns[turn], generated)
+            sketch, remaining = candidate.predict(track, generated), marks[place][-1] - generated
             if not judged:
                 continue
             bucket = bisect.bisect_left(self._bounds, remaining)
@@ -221,11 +221,11 @@ class _Judge:
                 likely[bisect.bisect_left(self._bounds, tokens)] += mass
             self._confusion[bucket][likely.index(max(likely))] += 1
             # The rival knows the causal state alone; before it has seen one it names the lowest bucket.
-            seen = self._after[paths.causal_key(one.returns[turn])]
-            self._right_by_state += bucket == seen.index(max(seen))
+            bucket_counts = self._after[paths.causal_key(one.returns[turn])]
+            self._right_by_state += bucket == bucket_counts.index(max(bucket_counts))
             expected = sum(tokens * mass for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True))
             truth = math.log2(1.0 + remaining)
-            typical = plain.predict(others[place], generated)
+            typical = plain.predict(plain_tracks[place], generated)
             saved = mixture.loss(mixture.logs_of(typical), truth) - mixture.loss(mixture.logs_of(sketch), truth)
             self._saved[one.prompt_id].append(saved)
             self._covered += sketch[0] <= remaining <= sketch[-2]
@@ -233,24 +233,28 @@ class _Judge:
             self._squares += remaining**2
             self._errors += (remaining - expected) ** 2
 
-    def quality(self, left: Mapping[paths.Key, Sequence[int]]) -> PredictionQuality:
+    def quality(self, tokens_left: Mapping[paths.Key, Sequence[int]]) -> PredictionQuality:
         """Returns the quality of all predictions, given the tokens left after each causal state."""
         # The most frequent first; equally frequent ones by name, so that a report repeats exactly.
         states = []
-        for (tool, size_class, status), values in sorted(left.items(), key=lambda item: (-len(item[1]), item[0])):
+        for (tool, size_class, status), values in sorted(
+            tokens_left.items(), key=lambda item: (-len(item[1]), item[0])
+        ):
             p90 = sorted(values)[math.ceil(0.9 * len(values)) - 1]
             states.append(State(tool, size_class, status, len(values), sum(values) / len(values), p90))
         # Epsilon squared (Kelley, 1935): the share of the variance between states, estimated without bias.
-        returns, total = sum(map(len, left.values())), sum(map(sum, left.values()))
-        whole = sum(value**2 for values in left.values() for value in values) - total**2 / returns
-        inside = sum(sum(value**2 for value in values) - sum(values) ** 2 / len(values) for values in left.values())
+        returns, total = sum(map(len, tokens_left.values())), sum(map(sum, tokens_left.values()))
+        total_squares = sum(value**2 for values in tokens_left.values() for value in values) - total**2 / returns
+        inside = sum(
+            sum(value**2 for value in values) - sum(values) ** 2 / len(values) for values in tokens_left.values()
+        )
         explained = math.nan
-        if returns > len(left) and whole > 0:
-            explained = 1.0 - (inside / (returns - len(left))) / (whole / (returns - 1))
+        if returns > len(tokens_left) and total_squares > 0:
+            explained = 1.0 - (inside / (returns - len(tokens_left))) / (total_squares / (returns - 1))
         confusion, count = self._confusion, sum(map(sum, self._confusion))
         spread = self._squares - self._sum**2 / count if count else 0.0
         right = (max(map(sum, confusion)), self._right_by_state, sum(row[at] for at, row in enumerate(confusion)))
-        majority, by_state, by_path = (each / count if count else math.nan for each in right)
+        majority, by_state, by_path = (hits / count if count else math.nan for hits in right)
         return PredictionQuality(
             states=tuple(states),
             explained=explained,

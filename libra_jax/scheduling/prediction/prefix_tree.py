@@ -265,16 +265,16 @@ class PrefixTree:
         """Replaces the state by a snapshot's; windows and caps stay this tree's."""
         self.root, self.clock = Node(), int(snapshot["clock"])
         self._used.clear()
-        made: list[Node] = []
+        nodes: list[Node] = []
         for parent, edge, samples, stamp, mass in snapshot["nodes"]:
             # JSON has lists where edges are tuples, which a dict needs as keys.
             node = (
-                self.root if parent < 0 else self._child(made[parent], tuple(edge) if isinstance(edge, list) else edge)
+                self.root if parent < 0 else self._child(nodes[parent], tuple(edge) if isinstance(edge, list) else edge)
             )
             self._fill(node, samples[-self._window_of(node) :], stamp, mass)
-            made.append(node)
+            nodes.append(node)
         # A snapshot lists the most recently used first.
-        for node in reversed(made[1:]):
+        for node in reversed(nodes[1:]):
             self._used.move_to_end(node)
         self._shrink()
 

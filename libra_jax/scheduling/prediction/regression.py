@@ -50,7 +50,7 @@ class Ridge:
             if feature:  # many features are 0, and then their row stays as it is
                 scaled = weight * feature
                 rest = features[place:]
-                products[place] = [old + scaled * other for old, other in zip(products[place], rest)]  # noqa: B905
+                products[place] = [old + scaled * value for old, value in zip(products[place], rest)]  # noqa: B905
                 targets[place] += scaled * target
 
     def sweep(self, growth: float = 1.0) -> None:
@@ -61,11 +61,11 @@ class Ridge:
         """
         weights, prior, products = self.weights, growth * self.prior, self._products
         for place, (half, target) in enumerate(zip(products, self._targets, strict=True)):
-            row = [products[other][place - other] for other in range(place)]
+            row = [products[earlier][place - earlier] for earlier in range(place)]
             row += half
-            own = half[0]
-            rest = sum(map(operator.mul, row, weights)) - own * weights[place]
-            weights[place] = (target - rest) / (own + prior)
+            diagonal = half[0]
+            rest = sum(map(operator.mul, row, weights)) - diagonal * weights[place]
+            weights[place] = (target - rest) / (diagonal + prior)
 
     def fade(self, share: float) -> None:
         """Lets every sample so far weigh `share` of what it weighs."""
@@ -86,8 +86,8 @@ class Ridge:
     def merge(self, other: Ridge, share: float) -> None:
         """Adds another predictor's samples; the weights become the average, of which ours are this share."""
         self._products = [
-            [mine + theirs for mine, theirs in zip(ours, others, strict=True)]
-            for ours, others in zip(self._products, other._products, strict=True)
+            [mine + theirs for mine, theirs in zip(ours, their_row, strict=True)]
+            for ours, their_row in zip(self._products, other._products, strict=True)
         ]
         self._targets = [mine + theirs for mine, theirs in zip(self._targets, other._targets, strict=True)]
         both = zip(self.weights, other.weights, strict=True)

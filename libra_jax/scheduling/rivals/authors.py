@@ -69,11 +69,11 @@ class Node:
             return float(self.latest[0])
         return statistics.quantiles(self.latest, n=10, method="inclusive")[-1]
 
-    def learn(self, path: Sequence[paths.Key], left: Sequence[int]) -> None:
+    def learn(self, path: Sequence[paths.Key], remaining: Sequence[int]) -> None:
         """Adds what was left at the start, and after each state of a path."""
         node = self
-        node.add(left[0])
-        for key, sample in zip(path[:MOST_STATES], left[1:], strict=False):
+        node.add(remaining[0])
+        for key, sample in zip(path[:MOST_STATES], remaining[1:], strict=False):
             node = node.children.setdefault(key, Node())
             node.add(sample)
 
@@ -145,15 +145,15 @@ class Statistics:
         assert isinstance(track, Track)
         if track.start or not track.path or not learn:
             return
-        left = track.remaining(generated_tokens + track.payload)
-        self.shared.learn(track.path, left)
+        remaining = track.remaining(generated_tokens + track.payload)
+        self.shared.learn(track.path, remaining)
         prompt = str(track.place)
         tree = self.by_prompt.setdefault(prompt, Node())
-        tree.learn(track.path, left)
+        tree.learn(track.path, remaining)
         while len(self.by_prompt) > MOST_PROMPTS:
             del self.by_prompt[next(iter(self.by_prompt))]
 
-    def known(self, track: paths.Track) -> Node | None:
+    def deepest_node(self, track: paths.Track) -> Node | None:
         """Returns the deepest known node of the path; None if nothing has finished."""
         node = self.by_prompt.get(str(track.place), self.shared).deepest(track.path)
         return node if node.count else None
@@ -194,7 +194,7 @@ class CmlfqAuthors(residents.ResidentScheduler):
         assert isinstance(track, Track)
         level = min(track.level, len(self.buckets) - 1)
         target = request.home
-        if returned and (node := self.statistics.known(track)) is not None:
+        if returned and (node := self.statistics.deepest_node(track)) is not None:
             request.remaining = node.mean
             meant = self.levels.of_length(node.mean)
             if meant == self.levels.of_length(node.p90) != level:
@@ -204,7 +204,7 @@ class CmlfqAuthors(residents.ResidentScheduler):
             target = self._least_live(level)
         if target is not None and target is not request.home:
             self.account(request, target)  # at once: its next turn, which may have to wait, counts there
-        request.wanted = target
+        request.target = target
         return level
 
     def admits(self, request: requests.Request, server: buckets.Server) -> bool:
@@ -213,10 +213,10 @@ class CmlfqAuthors(residents.ResidentScheduler):
 
     def _least_live(self, level: int) -> buckets.Server | None:
         """Returns the instance that a request meant for a bucket goes to; None without instances."""
-        most = self.config.max_residents
-        others = [bucket for bucket in self.buckets if bucket.level != level]
-        for bucket in [self.buckets[level], *others]:
-            roomy = [server for server in bucket.servers if not most or server.residents < most]
+        limit = self.config.max_residents
+        other_buckets = [bucket for bucket in self.buckets if bucket.level != level]
+        for bucket in [self.buckets[level], *other_buckets]:
+            roomy = [server for server in bucket.servers if not limit or server.residents < limit]
             if roomy:
                 return min(roomy, key=lambda server: (server.residents, server.place))
         return min(self.servers.values(), key=lambda server: (server.residents, server.place), default=None)

@@ -62,18 +62,18 @@ class Sticky(residents.ResidentScheduler):
         allowed = 0.0 if request.inherited else self.config.sticky_threshold
         if home is not None and (0 < 2 * request.inherited < request.context_tokens or self._excess(home) > allowed):
             home = None
-        request.wanted = home
+        request.target = home
         return 0
 
     def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
-        return request.wanted is None or self._excess(request.wanted) > self.config.sticky_threshold
+        return request.target is None or self._excess(request.target) > self.config.sticky_threshold
 
     def _excess(self, home: buckets.Server) -> float:
         """Returns how much busier the instance is than the least busy one, in shares of their slots."""
         bucket = self.buckets[0]
         # Without a free slot anywhere, the least busy instance is as full as all others.
-        least = buckets.share_in_use(bucket.least()) if bucket.free > 0 else 1.0
-        return (home.load + home.queue.size) / home.slots - least
+        lowest_share = buckets.share_in_use(bucket.least_busy()) if bucket.free > 0 else 1.0
+        return (home.load + home.queue.size) / home.slots - lowest_share
 
 
 class StickyCache(residents.ResidentScheduler):
@@ -90,7 +90,7 @@ class StickyCache(residents.ResidentScheduler):
         request.remaining = float(request.generated_tokens)
         if returned:
             self.leave_full(request)
-        request.wanted = request.home or request.anchor
+        request.target = request.home or request.anchor
         return 0
 
 
@@ -110,7 +110,7 @@ class Mlfq(residents.ResidentScheduler):
         if returned and request.level and request.mark == request.generated_tokens:  # demoted at the tool call
             request.reason = BUDGET_OUTRUN
         level = min(request.level, len(self.buckets) - 1)
-        request.wanted = self.home(request, level)
+        request.target = self.home(request, level)
         return level
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:

@@ -75,7 +75,7 @@ class Heddle(residents.ResidentScheduler):
         bisect.insort(self._ranks, (-request.remaining, request.request_id))
         if request.dispatch_version > self._version or len(self._ranks) >= 2 * self._cut_at:
             self._runs, self._version = [], max(self._version, request.dispatch_version)
-        request.wanted = self._run_of(request) if self.servers else None
+        request.target = self._run_of(request) if self.servers else None
         return 0
 
     def place(self, now: float) -> list[protocols.Placement]:
@@ -92,7 +92,7 @@ class Heddle(residents.ResidentScheduler):
             # An aged request keeps its place: it was placed because it had waited long enough.
             longer = longest.remaining > self.config.preempt_ratio * shortest.remaining
             if longer and not shortest.aged and self.admits(longest, server):
-                shortest.wanted = server  # it holds the context
+                shortest.target = server  # it holds the context
                 placements.append(self.displace(shortest, 0, now, protocols.MoveReason.PREEMPTED))
                 # The base class's, which does not pre-empt again: one event displaces at most one request a queue.
                 placements += super().place(now)

@@ -51,12 +51,12 @@ class LengthPredictor(residents.ResidentScheduler):
         error = _prediction_error(self._seed, request.request_id, self.config.predictor_sigma)
         request.remaining = self._truth(request.request_id) * error
         level = self.levels.of_length(request.remaining)
-        request.wanted = self.home(request, level)
+        request.target = self.home(request, level)
         return level
 
     def pick(self, request: requests.Request, bucket: buckets.Bucket) -> buckets.Server:
         home = self.home(request, bucket.level)
-        return bucket.least() if home is None or home.full else home
+        return bucket.least_busy() if home is None or home.full else home
 
 
 @functools.lru_cache(maxsize=65_536)  # a request is routed at each tool return, and seeding costs more than the rest
@@ -119,10 +119,10 @@ class Clairvoyant(residents.ResidentScheduler):
     def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         request.remaining = float(self._truth(request.request_id))
         if request.home is not None:
-            request.wanted = request.home
+            request.target = request.home
             return request.home.level
         self._changes += 1
-        request.wanted = None
+        request.target = None
         if len(self.buckets) == 1:
             return 0
         if self._bounds is None or self._changes * TURNOVER > len(self.requests):
@@ -154,8 +154,10 @@ class Clairvoyant(residents.ResidentScheduler):
                 paces.append(math.inf)
                 slots.append(0.0)
                 continue
-            each = max(1, round(decoding / len(bucket.servers)))
-            paces.append(self._rates.decode(bucket.servers[0].instance, each, cost_model.rounded(round(context))))
+            requests_per_server = max(1, round(decoding / len(bucket.servers)))
+            paces.append(
+                self._rates.decode(bucket.servers[0].instance, requests_per_server, cost_model.rounded(round(context)))
+            )
             slots.append(decoding)
         sums = [0, *itertools.accumulate(lengths)]
 
@@ -176,16 +178,16 @@ class Clairvoyant(residents.ResidentScheduler):
             return bounds[:-1] if start == len(lengths) else None
 
         low, high = 0.0, 1.0
-        while (found := bounds_of(high)) is None and high < 1e9:
+        while (bands := bounds_of(high)) is None and high < 1e9:
             high *= 2
         for _ in range(SEARCHES):
             middle = (low + high) / 2
-            other = bounds_of(middle)
-            if other is None:
+            candidate = bounds_of(middle)
+            if candidate is None:
                 low = middle
             else:
-                high, found = middle, other
-        return found or []
+                high, bands = middle, candidate
+        return bands or []
 
 
 class Oracle(cmlfq.Cmlfq):
