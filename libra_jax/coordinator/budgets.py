@@ -42,7 +42,7 @@ def value(rollouts: int, success: float) -> float:
     return (1.0 - p**rollouts - q**rollouts) * p * q**2
 
 
-def knapsack(rates: Sequence[float], total: int, least: int, most: int) -> list[int]:
+def knapsack(rates: Sequence[float], total: int, minimum: int, maximum: int) -> list[int]:
     """Divides rollouts among prompts so that the sum of their `value` is largest.
 
     A further rollout of a prompt with N of them adds (p^N q + q^N p) * p q^2, where q = 1 - p. That falls with N, so
@@ -51,23 +51,23 @@ def knapsack(rates: Sequence[float], total: int, least: int, most: int) -> list[
 
     Args:
       rates: success rate of each prompt.
-      total: number of rollouts, from `least` to `most` times the number of prompts.
-      least: fewest rollouts of a prompt, at least 1.
-      most: most rollouts of a prompt.
+      total: number of rollouts, from `minimum` to `maximum` times the number of prompts.
+      minimum: fewest rollouts of a prompt, at least 1.
+      maximum: most rollouts of a prompt.
     """
-    sizes = [least] * len(rates)
+    sizes = [minimum] * len(rates)
 
     def entry(place: int) -> tuple[float, int, float, int]:
         p, size = rates[place], sizes[place]
         q = 1.0 - p
         return -(p**size * q + q**size * p) * p * q**2, size, p, place
 
-    heap = [entry(place) for place in range(len(rates))] if most > least else []
+    heap = [entry(place) for place in range(len(rates))] if maximum > minimum else []
     heapq.heapify(heap)
-    for _ in range(total - least * len(rates)):
+    for _ in range(total - minimum * len(rates)):
         place = heap[0][-1]
         sizes[place] += 1
-        if sizes[place] < most:
+        if sizes[place] < maximum:
             heapq.heapreplace(heap, entry(place))
         else:
             heapq.heappop(heap)
@@ -84,35 +84,35 @@ def make(config: configuration.RunConfig) -> Budget:
     name, size = config.algorithm.budget, config.coordinator.group_size
     if name == "uniform":
         return lambda prompts: [size] * len(prompts)
-    least, most = config.algorithm.budget_least, config.most_rollouts
+    minimum, maximum = config.algorithm.budget_least, config.most_rollouts
     if name == "knapsack":
-        return lambda prompts: _with_prior(prompts, size, least, most)
+        return lambda prompts: _with_prior(prompts, size, minimum, maximum)
     arguments = dict(config.algorithm.budget_arguments)
     function = resolving.resolve(name, FIELD)
-    taken = {"prompts": None, "total": None, "least": None, "most": None, **arguments}
-    resolving.check_arguments(function, name, taken, f"{FIELD}_arguments")
+    keywords = {"prompts": None, "total": None, "least": None, "most": None, **arguments}
+    resolving.check_arguments(function, name, keywords, f"{FIELD}_arguments")
 
-    def own(prompts: Sequence[Prompt]) -> list[int]:
+    def checked_budget(prompts: Sequence[Prompt]) -> list[int]:
         total = size * len(prompts)
         with resolving.named(name, FIELD, "the call"):
-            sizes = list(function(prompts=prompts, total=total, least=least, most=most, **arguments))
-        right = len(sizes) == len(prompts) and all(type(one) is int and least <= one <= most for one in sizes)
+            sizes = list(function(prompts=prompts, total=total, least=minimum, most=maximum, **arguments))
+        right = len(sizes) == len(prompts) and all(type(one) is int and minimum <= one <= maximum for one in sizes)
         if right and sum(sizes) == total:
             return sizes
         raise protocols.ConfigError(
             f"config.{FIELD}: {resolving.shown(name)} returned {sizes!r:.80} for {len(prompts)} prompts; return one "
-            f"int each, from {least} to {most} (algorithm.budget_least, budget_most), {total} in all"
+            f"int each, from {minimum} to {maximum} (algorithm.budget_least, budget_most), {total} in all"
         )
 
     # Tried here, because the run would meet a mistake in it only once its engines are up.
     count = config.coordinator.groups_per_step
-    own([Prompt(f"example-{place}") for place in range(count)])
-    own([Prompt(f"example-{place}", place / max(1, count - 1), float(size)) for place in range(count)])
-    return own
+    checked_budget([Prompt(f"example-{place}") for place in range(count)])
+    checked_budget([Prompt(f"example-{place}", place / max(1, count - 1), float(size)) for place in range(count)])
+    return checked_budget
 
 
-def _with_prior(prompts: Sequence[Prompt], prior: int, least: int, most: int) -> list[int]:
+def _with_prior(prompts: Sequence[Prompt], prior: int, minimum: int, maximum: int) -> list[int]:
     """Returns `prior` rollouts for prompts without a rate, and divides those of the others by `knapsack`."""
-    known = [prompt.success for prompt in prompts if prompt.success is not None]
-    sizes = iter(knapsack(known, prior * len(known), least, most))
+    rates = [prompt.success for prompt in prompts if prompt.success is not None]
+    sizes = iter(knapsack(rates, prior * len(rates), minimum, maximum))
     return [prior if prompt.success is None else next(sizes) for prompt in prompts]

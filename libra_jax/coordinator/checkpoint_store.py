@@ -140,10 +140,10 @@ def damaged(workdir: Path, before: int) -> list[str]:
       DataError: another version of this program wrote one.
     """
     older = [stored for stored in _read(workdir) if stored.step < before]
-    found = [(stored, verify(stored, trainer=True)[0]) for stored in sorted(older, key=lambda item: item.step)]
+    problems = [(stored, verify(stored, trainer=True)[0]) for stored in sorted(older, key=lambda item: item.step)]
     return [
         f"The checkpoint {stored.manifest.parent} cannot be used any more, should the run need it: {why}."
-        for stored, why in found
+        for stored, why in problems
         if why
     ]
 
@@ -162,18 +162,18 @@ def counting(workdir: Path, without: Collection[Path] = ()) -> dict[int, Stored]
       workdir: the run's folder.
       without: manifests to ignore.
     """
-    found: dict[int, Stored] = {}
+    by_step: dict[int, Stored] = {}
     for stored in sorted(_read(workdir), key=lambda item: item.fencing_token):
         if not stored.void and not stored.problem and stored.manifest not in without:
-            found[stored.step] = stored
-    return found
+            by_step[stored.step] = stored
+    return by_step
 
 
 def verify(stored: Stored, trainer: bool = True) -> tuple[str, float, int]:
     """Returns why a checkpoint cannot be used ("" if it can), the seconds this took, and the bytes read."""
     if stored.problem:
         return stored.problem, 0.0, 0
-    began, folder = time.monotonic(), stored.manifest.parent
+    start, folder = time.monotonic(), stored.manifest.parent
     files = checksums.from_json(stored.record["files"])
     if not trainer:
         files = {stored.record["coordinator"]: files[stored.record["coordinator"]]}
@@ -181,23 +181,23 @@ def verify(stored: Stored, trainer: bool = True) -> tuple[str, float, int]:
     signatures: list[tuple[int, int, int]] = []
     for name in files:
         try:
-            found = (folder / name).stat()
-            signatures.append((found.st_ino, found.st_size, found.st_mtime_ns))
+            status = (folder / name).stat()
+            signatures.append((status.st_ino, status.st_size, status.st_mtime_ns))
         except OSError:
             signatures.append((0, 0, 0))
     # A file that changed has another signature, and is read again.
     key = (str(stored.manifest), json.dumps(stored.record), *signatures)
     if key not in _verified:
         problem = checksums.problem(folder, files)
-        _verified[key] = problem, time.monotonic() - began
+        _verified[key] = problem, time.monotonic() - start
     return *_verified[key], nbytes
 
 
 def checked(workdir: Path, stored: Stored, trainer: bool = True) -> Stored:
     """Returns a checkpoint. Raises DataError if it is damaged, or of another run than the workdir's `status.json`."""
-    why, known = verify(stored, trainer)[0], checksums.known_records(workdir)
-    if known and (run := (stored.record.get("records") or known)["run"]) != known["run"]:
-        why = why or f"it is of the run {run} instead of {known['run']}"
+    why, records = verify(stored, trainer)[0], checksums.known_records(workdir)
+    if records and (run := (stored.record.get("records") or records)["run"]) != records["run"]:
+        why = why or f"it is of the run {run} instead of {records['run']}"
     if why:
         raise protocols.DataError(f"The checkpoint {stored.manifest.parent} cannot be used: {why}; take it away.")
     return stored
@@ -205,7 +205,7 @@ def checked(workdir: Path, stored: Stored, trainer: bool = True) -> Stored:
 
 def _read(workdir: Path) -> list[Stored]:
     """Returns every checkpoint on disk, except those being written or removed. Raises DataError as `find`."""
-    found, empty = list[Stored](), list[Stored]()
+    checkpoints, empty = list[Stored](), list[Stored]()
     folders: list[Path] = []
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -218,17 +218,17 @@ def _read(workdir: Path) -> list[Stored]:
                 entries = os.listdir(folder)
                 names = [name for name in entries if _OURS.fullmatch(name)]
                 if manifests := [manifest for name in names if (manifest := _MANIFEST.fullmatch(name))]:
-                    found += [_read_manifest(folder / item[0], step, int(item[1] or 1)) for item in manifests]
+                    checkpoints += [_read_manifest(folder / item[0], step, int(item[1] or 1)) for item in manifests]
                 elif not entries:
                     empty.append(Stored(step, 0, path, problem="it is empty, as a kill may leave it"))
                 # The marker file, or partial files alone, mean a write or removal that was cut off, which is no damage.
                 elif UNFINISHED not in names and not all(name.endswith(".partial") for name in names):
-                    found.append(Stored(step, 0, path, problem="its manifest is missing"))
+                    checkpoints.append(Stored(step, 0, path, problem="its manifest is missing"))
     except OSError as error:
         raise protocols.DataError(f"{error.filename} cannot be listed ({error.strerror}); put it back") from error
-    found += empty if found else []  # a kill of the first save may leave an empty folder alone
+    checkpoints += empty if checkpoints else []  # a kill of the first save may leave an empty folder alone
     # A token's file may be damaged. Its run resumed from no later than the earliest step that it wrote.
-    for stored in found:
+    for stored in checkpoints:
         if not stored.problem:
             limits[stored.fencing_token] = min(limits.get(stored.fencing_token, stored.step), stored.step)
     # A later start that resumed from an earlier step has left a checkpoint behind.
@@ -237,7 +237,7 @@ def _read(workdir: Path) -> list[Stored]:
             stored,
             void=any(later > stored.fencing_token and stored.step > resumed for later, resumed in limits.items()),
         )
-        for stored in found
+        for stored in checkpoints
     ]
 
 
@@ -246,9 +246,9 @@ def _read_manifest(path: Path, step: int, fencing_token: int) -> Stored:
     try:
         text = checksums.read_bytes(path)
         number = FORMAT
-        if whole := checksums.is_whole(text):
+        if is_whole := checksums.is_whole(text):
             number = checksums.unsealed(text).get("format", FORMAT)
-        elif whole is None:
+        elif is_whole is None:
             # An intact manifest of format 4, which had no checksums yet, is no damage.
             with contextlib.suppress(ValueError, AttributeError):
                 record = json.loads(text)

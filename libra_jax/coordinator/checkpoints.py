@@ -88,19 +88,19 @@ class Encoded(NamedTuple):
 
 def encode(state: CoordinatorState) -> Encoded:
     """Encodes the coordinator's part. Later changes of what `state` refers to have no effect on the result."""
-    found: list[records.Routing] = []
+    routings: list[records.Routing] = []
     end = 0
 
     def place(value: object) -> records.RoutingPlace:
         nonlocal end
         if not isinstance(value, records.Routing):
             raise TypeError(f"a checkpoint cannot hold {value!r}")
-        made: records.RoutingPlace = {"first": end, "nbytes": sum(map(len, value.rows)), "tokens": len(value.rows)}
-        found.append(value)
-        end += made["nbytes"]
-        return made
+        entry: records.RoutingPlace = {"first": end, "nbytes": sum(map(len, value.rows)), "tokens": len(value.rows)}
+        routings.append(value)
+        end += entry["nbytes"]
+        return entry
 
-    return Encoded(json.dumps(state, default=place), found, state.get("records"))
+    return Encoded(json.dumps(state, default=place), routings, state.get("records"))
 
 
 def newest_step(workdir: Path) -> int:
@@ -114,8 +114,8 @@ def is_exported(workdir: Path, step: int, model: Path) -> bool:
     If a file differs from what was written, the export does not count, and the run writes it again.
     """
     # An export older than the manifest is from before the run continued.
-    found, exported = store.counting(workdir).get(step), model / EXPORT
-    manifest = store.directory(workdir, step) / f"{store.MANIFEST}.json" if found is None else found.manifest
+    checkpoint, exported = store.counting(workdir).get(step), model / EXPORT
+    manifest = store.directory(workdir, step) / f"{store.MANIFEST}.json" if checkpoint is None else checkpoint.manifest
     if not exported.exists() or exported.stat().st_mtime_ns < manifest.stat().st_mtime_ns:
         return False
     try:
@@ -141,14 +141,14 @@ def teach(scheduler: protocols.Scheduler, workdirs: Sequence[str]) -> None:
       DataError: no checkpoint of a folder can be read.
     """
     for workdir in workdirs:
-        found = store.find(Path(workdir), trainer=False)
-        for sentence in found.skipped:
+        search = store.find(Path(workdir), trainer=False)
+        for sentence in search.skipped:
             logging.getLogger(__name__).warning("config.scheduler.learnt_from: %s", sentence)
-        if found.stored is None:
+        if search.stored is None:
             raise protocols.ConfigError(
                 f"config.scheduler.learnt_from: {workdir} holds no checkpoint; name the workdir of a run that wrote one"
             )
-        stored = store.checked(Path(workdir), found.stored, trainer=False)
+        stored = store.checked(Path(workdir), search.stored, trainer=False)
         learnt = Checkpoints(Path(workdir), keep=1).load(stored, routing=False)["scheduler"]
         if not learnt:
             raise protocols.ConfigError(
@@ -276,11 +276,13 @@ class Checkpoints:
             # The new manifest has replaced a skipped one of the same name.
             self._skipped.discard(path)
             store.remove_strangers(directory, (path.name, *self._parts.values()))
-            kept = {store.directory(self._workdir, item) for item in sorted(self._counting())[-self._keep :]}
-            for other in store.folders(self._workdir):
-                if other not in kept:
+            kept_directories = {
+                store.directory(self._workdir, item) for item in sorted(self._counting())[-self._keep :]
+            }
+            for folder in store.folders(self._workdir):
+                if folder not in kept_directories:
                     self._check_fencing()
-                    store.remove(other)
+                    store.remove(folder)
 
     def discard(self, step: int) -> None:
         """Removes the parts of an aborted checkpoint. A committed checkpoint of the same step stays."""
@@ -313,8 +315,10 @@ class Checkpoints:
         record, directory = stored.record, stored.manifest.parent
         name, apart = record["coordinator"], record.get("routing") if routing else None
         try:
-            text, kept = checksums.read_bytes(directory / name), checksums.from_json(record["files"])
-            if (problem := checksums.problem(directory, {file: kept[file] for file in (name, apart) if file})) != "":
+            text, expected = checksums.read_bytes(directory / name), checksums.from_json(record["files"])
+            if (
+                problem := checksums.problem(directory, {file: expected[file] for file in (name, apart) if file})
+            ) != "":
                 raise ValueError(problem)
             hook = _with_routing(checksums.read_bytes(directory / apart)) if apart else None
             state: CoordinatorState = json.loads(text, object_hook=hook)

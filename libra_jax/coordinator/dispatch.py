@@ -92,21 +92,21 @@ class Dispatcher(protocols.Dispatch):
         self._apply(self._scheduler.on_progress(request, generated, now), now)
 
     def tool_called(self, request: str, generated: int) -> None:
-        now, known = self._clock(), self._requests[request]
-        known.instance, known.away = "", True
+        now, entry = self._clock(), self._requests[request]
+        entry.instance, entry.away = "", True
         self._apply(self._scheduler.on_tool_call(request, generated, now), now)
 
     def tool_returned(self, request: str, generated: int, causal_state: protocols.CausalState, context: int) -> None:
-        now, known = self._clock(), self._requests[request]
-        known.away = False
-        known.ask += 1
-        self.routing.returned(known.decision, generated)
+        now, entry = self._clock(), self._requests[request]
+        entry.away = False
+        entry.ask += 1
+        self.routing.returned(entry.decision, generated)
         self._apply(self._scheduler.on_tool_return(request, causal_state, context, now), now)
 
     def finished(self, request: str, generated: int, *, completed: bool) -> None:
-        now, known = self._clock(), self._requests.pop(request)
-        if completed and known.group_id != protocols.EVALUATION_GROUP:
-            self.routing.finished(known.decision, generated)
+        now, entry = self._clock(), self._requests.pop(request)
+        if completed and entry.group_id != protocols.EVALUATION_GROUP:
+            self.routing.finished(entry.decision, generated)
         self._apply(self._scheduler.on_finish(request, generated, now, completed=completed), now)
 
     def place_again(self, sink: protocols.PlacementSink, instance: str) -> None:
@@ -170,9 +170,9 @@ class Dispatcher(protocols.Dispatch):
             return
         # A scheduler updates ageing only at events, and the last event may be long ago: give it one before the verdict.
         self._apply(self._scheduler.on_instance_change(self._engines.serving(), now), now)
-        left, free = [each for each in overdue if not each[1].instance], self._free()
-        if left and free:
-            name, request = left[0]
+        unplaced, free = [item for item in overdue if not item[1].instance], self._free()
+        if unplaced and free:
+            name, request = unplaced[0]
             raise protocols.DeadlineMissed(
                 f"Request {name} was given no place for {now - (request.passed_over_since or now):.0f} s, in "
                 f"which {free[0]} or another instance always had a free slot: scheduler.policy {self._policy!r} does "
@@ -181,5 +181,5 @@ class Dispatcher(protocols.Dispatch):
 
     def _free(self) -> list[str]:
         """Returns the names of the instances with a free slot."""
-        taken = collections.Counter(request.instance for request in self._requests.values())
-        return [instance.name for instance in self._engines.serving() if taken[instance.name] < instance.slots]
+        used_slots = collections.Counter(request.instance for request in self._requests.values())
+        return [instance.name for instance in self._engines.serving() if used_slots[instance.name] < instance.slots]

@@ -72,15 +72,15 @@ class WarmStart:
             for index in range(first, first + self._limits.batch_size):
                 with resolving.named(self._names.source, "task.source", f"task({index})"):
                     task = self._tasks.task(index)
-                made = f"the demonstration of {task.prompt_id}"
+                subject = f"the demonstration of {task.prompt_id}"
                 try:
-                    with resolving.named(self._names.environment, "task.environment", made):
+                    with resolving.named(self._names.environment, "task.environment", subject):
                         batch.append(tokenizers.demonstration_trajectory(task.copy(), demonstrator, tokenizer))
                 except (protocols.DataError, protocols.EnvironmentCrashed, protocols.ConfigError) as error:
                     # One bad task must not end the run. A batch of nothing else does.
                     if index + 1 == first + self._limits.batch_size and not batch:
                         raise
-                    status(f"warm start leaves out {made}: {error}")
+                    status(f"warm start leaves out {subject}: {error}")
             metrics = await ending.race(step(batch), through_stop=True)
             self.taken += 1
             loss = metrics.get("loss", math.inf)
@@ -153,54 +153,54 @@ async def evaluate(
     Raises:
       EnvironmentCrashed: no task could be scored.
     """
-    settings, begun, drawn = config.evaluation, [], []
+    settings, attempts, candidates = config.evaluation, [], []
     for index in range(settings.tasks):
         with resolving.named(config.task.source, "task.source", f"evaluation_task({index})"):
-            drawn.append(tasks.evaluation_task(index))
-    chosen = distinct(drawn, status)
+            candidates.append(tasks.evaluation_task(index))
+    chosen = distinct(candidates, status)
     for index, task in enumerate(chosen):
         for attempt in range(settings.attempts):
             name = f"{task.prompt_id}/evaluation-{version}" + (f"-{attempt}" if attempt else "")
-            begun.append((index, task, runner.begin(name, task)))
-    ended = 0
+            attempts.append((index, task, runner.begin(name, task)))
+    completed_count = 0
 
     async def attempted(task: protocols.Task, trajectory: protocols.Trajectory) -> None:
-        nonlocal ended
+        nonlocal completed_count
         group = protocols.EVALUATION_GROUP
         await runner.run(protocols.RolloutOrder(trajectory, task, group, version, settings.temperature))
-        ended += 1
-        status(f"evaluating version {version}, {ended:,} of {len(begun):,} rollouts")
+        completed_count += 1
+        status(f"evaluating version {version}, {completed_count:,} of {len(attempts):,} rollouts")
 
     # All begin together, once every task could be read.
-    work = [asyncio.ensure_future(attempted(task, trajectory)) for _, task, trajectory in begun]
-    scored: list[protocols.Trajectory] = []
+    work = [asyncio.ensure_future(attempted(task, trajectory)) for _, task, trajectory in attempts]
+    trajectories: list[protocols.Trajectory] = []
     crashes: list[protocols.EnvironmentCrashed] = []
-    found = [scores.TaskScores(task.prompt_id, ()) for task in chosen]
+    results = [scores.TaskScores(task.prompt_id, ()) for task in chosen]
     try:
-        for (index, _, trajectory), rollout in zip(begun, work, strict=True):
-            one = found[index]
+        for (index, _, trajectory), rollout in zip(attempts, work, strict=True):
+            one = results[index]
             # One crash must not end the evaluation; any other error does.
             try:
                 await rollout
             except protocols.EnvironmentCrashed as crash:
                 crashes.append(crash)
-                found[index] = dataclasses.replace(one, unscored=one.unscored + 1)
+                results[index] = dataclasses.replace(one, unscored=one.unscored + 1)
             else:
-                scored.append(trajectory)
+                trajectories.append(trajectory)
                 if trajectory.reward is not None:
-                    found[index] = dataclasses.replace(one, rewards=(*one.rewards, trajectory.reward))
+                    results[index] = dataclasses.replace(one, rewards=(*one.rewards, trajectory.reward))
     finally:
         for rollout in work:
             rollout.cancel()
         await asyncio.gather(*work, return_exceptions=True)
-    if not scored:
+    if not trajectories:
         raise crashes[0]
-    metrics = {"evaluation/accuracy": scores.mean_reward(found), "evaluation/unscored": float(len(crashes))}
+    metrics = {"evaluation/accuracy": scores.mean_reward(results), "evaluation/unscored": float(len(crashes))}
     for k in scores.usual_k(settings.attempts) if settings.attempts > 1 else ():
-        if (value := scores.mean_pass_at(found, k, settings.threshold)) is not None:
+        if (value := scores.mean_pass_at(results, k, settings.threshold)) is not None:
             metrics[f"evaluation/pass_at_{k}"] = value
-    metrics |= {f"evaluation/{name}": value for name, value in reports.mean_metrics(scored).items()}
-    return Evaluation(metrics, scored, found)
+    metrics |= {f"evaluation/{name}": value for name, value in reports.mean_metrics(trajectories).items()}
+    return Evaluation(metrics, trajectories, results)
 
 
 @contextlib.asynccontextmanager
@@ -283,8 +283,8 @@ async def serve_alone(
         raise protocols.LibraError("The agent has no gateway to serve by.")
     async with loaded(run, specs, agent, scheduler, checkpoint) as (wired, version):
         limits = factories.limits(run.config, run.config.evaluation.temperature)
-        served = public.Public(wired.streams, await host.form(), limits, version, strict=host.strict)
-        endpoint = await host.gateway.open(served, secret)
+        interface = public.Public(wired.streams, await host.form(), limits, version, strict=host.strict)
+        endpoint = await host.gateway.open(interface, secret)
         stop = asyncio.Event()
         with stopping.caught(lambda *_: stop.set()):
             ready(endpoint)

@@ -177,7 +177,7 @@ def _numbers(workdir: Path) -> list[int]:
         names = os.listdir(workdir / FOLDER)
     except FileNotFoundError:
         return []
-    return [int(found[1]) for name in names if (found := _NAME.fullmatch(name))]
+    return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
 
 
 def _write(workdir: Path, holder: Holder, *, new: bool) -> None:
@@ -194,10 +194,10 @@ def _write(workdir: Path, holder: Holder, *, new: bool) -> None:
     file, text = _file(workdir, holder.number), checksums.sealed(json.dumps(asdict(holder)).encode())
     # A file of this process's own, so that two starts never write the same one.
     partial = file.with_suffix(f".{holder.host}.{holder.pid}.partial")
-    with partial.open("wb") as written:
-        written.write(text)
-        written.flush()
-        os.fsync(written.fileno())
+    with partial.open("wb") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
     if not new:
         partial.replace(file)
         return
@@ -208,8 +208,8 @@ def _write(workdir: Path, holder: Holder, *, new: bool) -> None:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
         # On a file system without links the file may be empty for a moment.
-        with file.open("xb") as made:
-            made.write(text)
+        with file.open("xb") as stream:
+            stream.write(text)
     finally:
         partial.unlink()
 

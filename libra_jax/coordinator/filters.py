@@ -33,7 +33,7 @@ def make(config: configuration.RunConfig) -> tuple[str, Filter]:
     function = resolving.resolve(name, FIELD)
     resolving.check_arguments(function, name, {"group": None, **arguments}, f"{FIELD}_arguments")
 
-    def own(group: protocols.Group) -> str | None:
+    def checked_filter(group: protocols.Group) -> str | None:
         with resolving.named(name, FIELD, f"the call for {group.task.prompt_id}"):
             reason = function(group=dataclasses.replace(group, task=group.task.copy()), **arguments)
         if reason is None or (isinstance(reason, str) and reason):
@@ -43,7 +43,7 @@ def make(config: configuration.RunConfig) -> tuple[str, Filter]:
             "to keep the group, or a text that says why it is replaced"
         )
 
-    return FILTERED, own
+    return FILTERED, checked_filter
 
 
 def compared_reward(config: configuration.RunConfig, trajectory: protocols.Trajectory) -> float | None:
@@ -52,8 +52,8 @@ def compared_reward(config: configuration.RunConfig, trajectory: protocols.Traje
     Reward functions shape the sum, and a brevity term alone makes nearly every sum differ. So this is the environment's
     own reward, unless that has no weight or is missing.
     """
-    own = trajectory.environment_reward if config.reward.environment_weight else None
-    return trajectory.reward if own is None else own
+    environment_reward = trajectory.environment_reward if config.reward.environment_weight else None
+    return trajectory.reward if environment_reward is None else environment_reward
 
 
 def same_rewards(config: configuration.RunConfig, group: protocols.Group) -> str | None:
@@ -70,5 +70,5 @@ def same_rewards(config: configuration.RunConfig, group: protocols.Group) -> str
             "task.max_seconds or rollout.max_context"
             + (", or set task.cut_off=zero" if config.task.cut_off == "mask" else "")
         )
-    whose = "the environment gave" if config.reward.environment_weight else "the reward functions gave"
-    return f"{whose} every rollout of {prompt} the same reward"
+    source = "the environment gave" if config.reward.environment_weight else "the reward functions gave"
+    return f"{source} every rollout of {prompt} the same reward"

@@ -233,8 +233,8 @@ class Groups:
             counted = {name: count for name, count in sorted(self.replaced.items()) if name != REDUNDANT}
             crashed = {name: count for name, count in counted.items() if name in FAILED}
             for counts, groups, kind in ((crashed, self.scored, "scored"), (counted, self.trained, "trained")):
-                most, allowed = self._cap(groups, kind)
-                if sum(counts.values()) <= most:
+                limit, allowed = self._cap(groups, kind)
+                if sum(counts.values()) <= limit:
                     continue
                 unscored = f" (the environment scored rollouts of {groups} groups)" if counts is crashed else ""
                 functions = ", ".join(
@@ -249,7 +249,7 @@ class Groups:
                 )
         self._events.announce(protocols.GroupSettled(group.group_id))
 
-    def told(self) -> str:
+    def replaced_text(self) -> str:
         """Returns the number of replaced groups by reason, and the cap; empty if none. Ignores redundant groups."""
         counted = {name: count for name, count in sorted(self.replaced.items()) if count and name != REDUNDANT}
         return f"{_sum(counted)}: {self._cap(self.trained, 'trained')[1]}" if counted else ""
@@ -257,11 +257,11 @@ class Groups:
     def _cap(self, groups: int, kind: str) -> tuple[float, str]:
         """Returns the replacements that the config allows for `groups` groups of a kind, as a number and as words."""
         limits = self._config.coordinator
-        most = limits.max_replacements * (groups + limits.groups_per_step)
-        return most, (
+        limit = limits.max_replacements * (groups + limits.groups_per_step)
+        return limit, (
             f"config.coordinator.max_replacements = {limits.max_replacements:g} allows "
             f"{limits.max_replacements:g} x ({groups} {kind} + {limits.groups_per_step} of a step) = "
-            f"{most:g}"
+            f"{limit:g}"
         )
 
 

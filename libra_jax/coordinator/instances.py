@@ -28,11 +28,11 @@ The engine gets devices that the others leave free.
 
 
 def make(
-    make_spec: MakeSpec, numbers: Iterator[int], degree: int, others: Sequence[protocols.ActorSpec]
+    make_spec: MakeSpec, numbers: Iterator[int], degree: int, other_specs: Sequence[protocols.ActorSpec]
 ) -> protocols.ActorSpec:
     """Returns the spec of the next engine, with a name that no other engine has."""
-    taken = {other.name for other in others}
-    return next(spec for number in numbers if (spec := make_spec(number, degree, others)).name not in taken)
+    used_names = {actor.name for actor in other_specs}
+    return next(spec for number in numbers if (spec := make_spec(number, degree, other_specs)).name not in used_names)
 
 
 _PASSES = re.compile(
@@ -179,10 +179,10 @@ class Instances:
         # The Python exception that ended the start, without paths; empty if a further start may succeed. A life that
         # produced a token started well, so its end says nothing about the next start. The error of a killed process
         # holds no exception: vLLM then says only that its initialization failed.
-        found = re.search(r"\b\w*(?:Error|Exception): .+", " ".join(str(error).split()))
-        said = "" if found is None or engine.answered_life == engine.life else found[0]
-        passes = "Engine core initialization failed" in said or _PASSES.search(said)
-        fault = "" if passes else re.sub(r"/\S+", "PATH", said)
+        match = re.search(r"\b\w*(?:Error|Exception): .+", " ".join(str(error).split()))
+        message = "" if match is None or engine.answered_life == engine.life else match[0]
+        passes = "Engine core initialization failed" in message or _PASSES.search(message)
+        fault = "" if passes else re.sub(r"/\S+", "PATH", message)
         engine.repeats, engine.fault = bool(fault) and fault == engine.fault, fault
         self._take_out(engine)
         self._recorder.status(engine.name, protocols.LOST)
@@ -190,11 +190,11 @@ class Instances:
         # If the run ends, no request needs the engine.
         if self._scope.called:
             return
-        left = self._config.rollout.restarts - engine.restarts
+        restarts_left = self._config.rollout.restarts - engine.restarts
         what_next = "its requests resume elsewhere" if self.serving() else "its requests wait"
         if engine.repeats:
             what_next += ", and it is not started again: its last start ended so, too, before a token"
-        elif left:
+        elif restarts_left:
             what_next += f", and it is started again (restart {engine.restarts + 1} of {self._config.rollout.restarts})"
         self._recorder.note(f"Engine {engine.name} was lost ({error}); {what_next}.")
         self._events.announce(protocols.EngineLost(engine.name))
@@ -274,25 +274,25 @@ class Instances:
         # An engine in its start would come up unnoticed by the plan. Each start has its own deadline.
         while not self.settled:  # noqa: ASYNC110 (states change in many places)
             await asyncio.sleep(SETTLE_SECONDS)
-        wanted = {bucket.tensor_parallel: bucket.count for bucket in rollout}
-        kept: collections.Counter[int] = collections.Counter()
+        planned_counts = {bucket.tensor_parallel: bucket.count for bucket in rollout}
+        kept_counts: collections.Counter[int] = collections.Counter()
         retired = []
         # A growing trainer takes the devices next to its own, so engines on these devices stop first.
         for engine in sorted(self.engines.values(), key=lambda engine: engine.spec.devices, reverse=True):
             if engine.hybrid:
                 continue
             degree = engine.info.tensor_parallel if engine.state == "serving" and engine.info is not None else 0
-            if kept[degree] < wanted.get(degree, 0):
-                kept[degree] += 1
+            if kept_counts[degree] < planned_counts.get(degree, 0):
+                kept_counts[degree] += 1
             else:
                 retired.append(engine)
-        lacking = [degree for degree, count in wanted.items() for _ in range(count - kept[degree])]
-        others = [engine.spec for engine in self.engines.values() if engine not in retired]
+        lacking = [degree for degree, count in planned_counts.items() for _ in range(count - kept_counts[degree])]
+        other_specs = [engine.spec for engine in self.engines.values() if engine not in retired]
         specs: list[protocols.ActorSpec] = []
         try:
             # Before any engine stops, so that NoRoom changes nothing. Devices of engines to retire count as free.
             for degree in lacking:
-                specs.append(make(self._make_spec, self._numbers, degree, [*others, *specs, self._trainer]))
+                specs.append(make(self._make_spec, self._numbers, degree, [*other_specs, *specs, self._trainer]))
         except protocols.LibraError as error:
             raise NoRoom(str(error)) from error
         for engine in retired:
@@ -383,12 +383,12 @@ class Instances:
         if engine.repeats or engine.restarts >= self._config.rollout.restarts:
             engine.state = "dead"
             self._recorder.status(engine.name, "dead")
-            if all(other.state == "dead" for other in self.engines.values()):
-                ended = f"it was started again {engine.restarts} times (config.rollout.restarts) and ended with"
+            if all(instance.state == "dead" for instance in self.engines.values()):
+                reason = f"it was started again {engine.restarts} times (config.rollout.restarts) and ended with"
                 if engine.repeats:
-                    ended = "two starts in a row ended with the same error before a token, and a third would, too"
+                    reason = "two starts in a row ended with the same error before a token, and a third would, too"
                 self._scope.call(
-                    protocols.WorkerLost(f"No rollout engine is left: the last was {engine.name}; {ended}: {error}")
+                    protocols.WorkerLost(f"No rollout engine is left: the last was {engine.name}; {reason}: {error}")
                 )
             return
         engine.restarts += 1
@@ -426,8 +426,8 @@ class Instances:
             if engine.life == life and "running" in health:
                 running = f"{health['running']:.0f} requests running"
                 loaded = engine.policy_version != protocols.NO_VERSION
-                held = f"serving version {engine.policy_version}" if loaded else "no weights yet"
-                self._recorder.status(engine.name, f"{held}, {running}")
+                weights = f"serving version {engine.policy_version}" if loaded else "no weights yet"
+                self._recorder.status(engine.name, f"{weights}, {running}")
 
         while True:
             await asyncio.sleep(self._config.rollout.health_seconds)

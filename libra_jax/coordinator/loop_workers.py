@@ -31,12 +31,12 @@ class _Live:
 
     Attributes:
       trajectory: the coordinator's copy.
-      left: done once its environment is closed, or the worker is lost.
+      end: done once its environment is closed, or the worker is lost.
       requests: its requests so far, in the order of their arrival.
     """
 
     trajectory: protocols.Trajectory
-    left: asyncio.Future[None]
+    end: asyncio.Future[None]
     requests: list[str] = field(default_factory=list)
 
 
@@ -56,7 +56,7 @@ class _Worker(protocols.PlacementSink):
       places: instance of each of its requests that decodes.
       sources: instance that such a request came from, if its latest placement was a move.
       generated: tokens of each of its requests, as told last.
-      told: the last entry of each instance that it was sent.
+      entries: the last entry of each instance that it was sent.
     """
 
     engines: instances.Instances
@@ -70,7 +70,7 @@ class _Worker(protocols.PlacementSink):
     places: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     generated: dict[str, int] = field(default_factory=dict)
-    told: dict[str, protocols.EngineEntry] = field(default_factory=dict)
+    entries: dict[str, protocols.EngineEntry] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -91,10 +91,10 @@ class _Worker(protocols.PlacementSink):
                 self.describe(placement.move.source)
             self.describe(placement.instance)
         else:
-            self.left(placement.request_id)
+            self.clear_place(placement.request_id)
         self.send(protocols.Place(placement, ask))
 
-    def left(self, request: str) -> None:
+    def clear_place(self, request: str) -> None:
         """Notes that a request of this worker is on no instance."""
         self.places.pop(request, None)
         self.sources.pop(request, None)
@@ -107,23 +107,23 @@ class _Worker(protocols.PlacementSink):
             return
         address = None if engine.client is None else engine.client.address
         entry = protocols.EngineEntry(name, engine.life, address, engine.policy_version, engine.paused)
-        if self.told.get(name) != entry:
-            self.told[name] = entry
+        if self.entries.get(name) != entry:
+            self.entries[name] = entry
             self.send(entry)
 
     def updated(self, name: str) -> None:
         """Tells that an instance has changed, if requests of this worker are there."""
-        if name not in self.told:
+        if name not in self.entries:
             return
         if name in self.places.values() or name in self.sources.values():
             self.describe(name)
         else:
             # Described again before the next placement there.
-            del self.told[name]
+            del self.entries[name]
 
     def forget(self) -> None:
         """Forgets all that a lost process knew."""
-        for memory in (self.live, self.commands, self.places, self.sources, self.generated, self.told):
+        for memory in (self.live, self.commands, self.places, self.sources, self.generated, self.entries):
             memory.clear()
         self.due.clear()
 
@@ -172,21 +172,21 @@ class LoopWorkers(rollouts.Runner):
 
     def take_voids(self) -> collections.Counter[str]:
         """Returns the number of rollouts that crashed since the last call, by prompt id."""
-        taken, self._voids = self._voids, collections.Counter()
-        return taken
+        voids, self._voids = self._voids, collections.Counter()
+        return voids
 
     async def run(self, order: protocols.RolloutOrder) -> None:
         """Runs the rollout until it has a reward (`rollouts.Runner.run`)."""
         trajectory = order.trajectory
         trajectory.goes_on_at(self._clock())
-        lost, most = 0, self._config.task.environment_retries
+        lost, limit = 0, self._config.task.environment_retries
         # A rollout restored from a checkpoint may have its reward already.
         while trajectory.reward is None:
             # What a rollout does may be what ends its worker: a segmentation fault, or all of the memory.
-            if lost > most:
+            if lost > limit:
                 raise protocols.EnvironmentCrashed(
                     f"rollout {trajectory.trajectory_id}: {lost} loop workers were lost while they ran it "
-                    f"(config.task.environment_retries = {most})"
+                    f"(config.task.environment_retries = {limit})"
                 )
             while not (workers := [worker for worker in self._workers if worker.up]):
                 self._up.clear()
@@ -203,15 +203,15 @@ class LoopWorkers(rollouts.Runner):
         live = worker.live[name] = _Live(trajectory, asyncio.get_running_loop().create_future())
         worker.send(order)
         try:
-            await asyncio.shield(live.left)
+            await asyncio.shield(live.end)
         except asyncio.CancelledError:
             # The rollout has left only when its environment is closed.
             worker.send(protocols.CancelRollout(name))
-            await asyncio.wait({live.left})
+            await asyncio.wait({live.end})
             raise
         finally:
-            if live.left.done():
-                live.left.exception()
+            if live.end.done():
+                live.end.exception()
 
     # One worker ---------------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class LoopWorkers(rollouts.Runner):
             # The run ends: the worker's own shutdown aborts its rollouts, and nobody is left to tell of it.
             worker.up = False
             for rollout in worker.live.values():
-                rollout.left.set_exception(_GoesOnElsewhere())
+                rollout.end.set_exception(_GoesOnElsewhere())
 
     async def _keep_running(self, worker: _Worker) -> None:
         error: protocols.LibraError = protocols.WorkerLost(f"{worker.name} ended")
@@ -263,7 +263,7 @@ class LoopWorkers(rollouts.Runner):
     async def _serve(self, worker: _Worker, client: worker_client.LoopWorkerClient) -> None:
         """Sends commands and takes events until the worker is lost. Raises WorkerLost or DeadlineMissed then."""
         work = (self._take(worker, client), self._send(worker, client), self._watch(worker, client))
-        tasks = [asyncio.ensure_future(each) for each in work]
+        tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -310,7 +310,7 @@ class LoopWorkers(rollouts.Runner):
                 self._copy(worker, update)
                 worker.generated[request] = generated
                 self._hear(worker, request)
-                worker.left(request)
+                worker.clear_place(request)
                 self._dispatcher.tool_called(request, generated)
             case protocols.ToolReturned(request, generated, causal_state, context, update):
                 self._copy(worker, update)
@@ -321,7 +321,7 @@ class LoopWorkers(rollouts.Runner):
                 self._dispatcher.arrived(info, worker)
             case protocols.RequestFinished(request, generated, completed):
                 del worker.generated[request]
-                worker.left(request)
+                worker.clear_place(request)
                 self._dispatcher.finished(request, generated, completed=completed)
             case protocols.RolloutLeft(update, error):
                 self._left(worker, update, error)
@@ -349,7 +349,7 @@ class LoopWorkers(rollouts.Runner):
         """Takes a failed instance out of service. One that other requests still hear from goes on."""
         silent = self._clock() - self._heard.get(name, -math.inf)
         if isinstance(error, protocols.DeadlineMissed) and silent < self._config.deadlines.first_token:
-            worker.told.pop(name, None)
+            worker.entries.pop(name, None)
             self._dispatcher.place_again(worker, name)
         else:
             self._engines.failed(name, life, error)
@@ -361,9 +361,9 @@ class LoopWorkers(rollouts.Runner):
         live = worker.live.pop(update.trajectory_id)
         mirror.apply(live.trajectory, update)
         if error is None:
-            live.left.set_result(None)
+            live.end.set_result(None)
         else:
-            live.left.set_exception(error)
+            live.end.set_exception(error)
 
     def _lost(self, worker: _Worker, error: BaseException) -> None:
         """Ends what was on a lost worker: its requests leave the scheduler, and its rollouts go on elsewhere."""
@@ -383,7 +383,7 @@ class LoopWorkers(rollouts.Runner):
                 "its last whole output."
             )
         for rollout in live:
-            rollout.left.set_exception(_GoesOnElsewhere())
+            rollout.end.set_exception(_GoesOnElsewhere())
 
     def _updated(self, name: str) -> None:
         for worker in self._workers:

@@ -8,21 +8,21 @@ from libra_jax import protocols
 METRIC = "reward/overlong"
 
 
-def penalty(tokens: int, most: int, buffer: int) -> float:
-    """Returns the share of the penalty that a rollout gets: 0 up to `most - buffer` tokens, 1 from `most` on.
+def penalty(tokens: int, limit: int, buffer: int) -> float:
+    """Returns the share of the penalty that a rollout gets: 0 up to `limit - buffer` tokens, 1 from `limit` on.
 
-    clip((tokens - (most - buffer)) / buffer, 0, 1)
+    clip((tokens - (limit - buffer)) / buffer, 0, 1)
 
     Args:
       tokens: generated tokens of the rollout.
-      most: largest number of tokens that it may generate.
-      buffer: tokens before `most` over which the penalty rises, above 0.
+      limit: largest number of tokens that it may generate.
+      buffer: tokens before `limit` over which the penalty rises, above 0.
 
     Example:
       >>> penalty(90, 100, 20)
       0.5
     """
-    return min(1.0, max(0.0, (tokens - (most - buffer)) / buffer))
+    return min(1.0, max(0.0, (tokens - (limit - buffer)) / buffer))
 
 
 def shape(config: configuration.RunConfig, group: protocols.Group) -> None:

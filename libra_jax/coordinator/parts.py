@@ -115,11 +115,11 @@ class Workers:
         specs = self.specs
         if planner is None or specs.make_engine is None:
             return False
-        written = checkpoints.Checkpoints(self._run.workdir, keep=1).load(stored, routing=False)
-        kept, before = written.get("planner"), planner.plan
-        if kept is None:
+        state = checkpoints.Checkpoints(self._run.workdir, keep=1).load(stored, routing=False)
+        planner_state, before = state.get("planner"), planner.plan
+        if planner_state is None:
             return False
-        planner.restore(kept)
+        planner.restore(planner_state)
         if planner.plan == before:
             return False
         plan, hybrid = planner.plan, self._run.config.elastic.hybrid
@@ -129,8 +129,8 @@ class Workers:
         numbers = itertools.count()
         for bucket in plan.rollout:
             for _ in range(bucket.count):
-                others = [*engines, trainer]
-                engines.append(instances.make(specs.make_engine, numbers, bucket.tensor_parallel, others))
+                other_specs = [*engines, trainer]
+                engines.append(instances.make(specs.make_engine, numbers, bucket.tensor_parallel, other_specs))
         # The trainer itself starts on the config's mesh, and moves once it runs (`PlanFollower.begin`).
         self._engine_specs = engines
         return True
@@ -178,14 +178,14 @@ class Workers:
         run.recorder.status(spec.name, "idle")
         self.sizes, self.peak_flops = info.sizes, info.peak_flops
 
-    async def shut_down(self, most: float) -> None:
+    async def shut_down(self, max_seconds: float) -> None:
         """Ends all workers within at most `most` seconds. Notes each unclean end."""
         # Without `start`, there are no engines yet.
         specs, engines = self.specs, getattr(self, "engines", None)
         # A plan may have started more engines than the config has. Each worker has its own time to end.
         started = max(len(self._engine_specs), 0 if engines is None else len(engines.engines))
         count = 1 + len(specs.training_sides) + len(specs.relays) + len(specs.loop_workers) + started
-        seconds = min(most, self._run.config.deadlines.shutdown * count)
+        seconds = min(max_seconds, self._run.config.deadlines.shutdown * count)
         try:
             ending = self._run.cluster.shutdown()
             await deadlines.within(seconds, ending, "The shutdown of the workers", "shutdown")

@@ -50,11 +50,12 @@ def check(config: configuration.RunConfig, tasks: protocols.TaskSource) -> None:
             f"{resolving.shown(config.task.source)} has no end, or no method __len__; take {usual}, or a source of a "
             "table, such as libra_jax.environments.datasets:task_source"
         )
-    steps, most = total / config.coordinator.groups_per_step, config.algorithm.replay_max_staleness
-    if config.algorithm.replay != "none" and config.task.order == "sequential" and steps > most:
+    steps, max_staleness = total / config.coordinator.groups_per_step, config.algorithm.replay_max_staleness
+    if config.algorithm.replay != "none" and config.task.order == "sequential" and steps > max_staleness:
         raise protocols.ConfigError(
             f"config.algorithm.replay_max_staleness: no success is replayed, because each of the {total} prompts comes "
-            f"again after {steps:.1f} steps, and {most} is less; raise it, or take task.order=success or fewer tasks"
+            f"again after {steps:.1f} steps, and {max_staleness} is less; raise it, or take task.order=success or "
+            "fewer tasks"
         )
 
 
@@ -160,20 +161,20 @@ class Prompts:
         keys: list[tuple[float, int]] = []
         for index in sorted(self._visits):
             # Drawn for every task, so that a draw depends on no other task's rate.
-            drawn, rate = rng.random(), self._rates.rate(self._visits[index][0])
+            draw, rate = rng.random(), self._rates.rate(self._visits[index][0])
             weight = 0.0 if rate is None else 1.0 - abs(rate - target) / width
             if weight > 0.0:
                 # The largest keys are a weighted sample without replacement (Efraimidis and Spirakis, 2006).
-                keys.append((drawn ** (1.0 / weight), index))
-        wanted = sum(rng.random() >= settings.exploration for _ in range(count))
-        chosen = [index for _, index in sorted(keys, reverse=True)[:wanted]]
-        taken = set(chosen)
+                keys.append((draw ** (1.0 / weight), index))
+        by_rate = sum(rng.random() >= settings.exploration for _ in range(count))
+        chosen = [index for _, index in sorted(keys, reverse=True)[:by_rate]]
+        chosen_set = set(chosen)
         while len(chosen) < count:
             index = self._explored % total
             self._explored += 1
-            if len(taken) == total:  # fewer tasks than a step takes
-                taken.clear()
-            if index not in taken:
-                taken.add(index)
+            if len(chosen_set) == total:  # fewer tasks than a step takes
+                chosen_set.clear()
+            if index not in chosen_set:
+                chosen_set.add(index)
                 chosen.append(index)
         return chosen

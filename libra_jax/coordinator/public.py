@@ -81,10 +81,10 @@ class Public:
                 self._writes_tools = self._form.render(question, request.tools) != self._form.render(question, ())
             except protocols.DataError as error:
                 raise protocols.Refused("invalid", str(error), "tools") from error
-        for field, reason, asked in (
+        for field, reason, is_requested in (
             ("seed", _SEED, request.options.seed is not None),
             ("response_format", _SCHEMA, request.options.schema is not None),
             ("tools", _NO_TOOLS, bool(request.tools) and not self._writes_tools),
         ):
-            if asked:
+            if is_requested:
                 raise protocols.Refused("invalid", f"{field}: {reason}", field)

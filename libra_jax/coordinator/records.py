@@ -132,7 +132,7 @@ def decode_trajectory(record: TrajectoryRecord) -> protocols.Trajectory:
     snapshot = record.get("snapshot")
     if snapshot is not None:
         messages = tuple(_decode_message(message) for message in snapshot["messages"])
-        kept = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
+        restored = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
     trajectory = protocols.Trajectory(
         **vars(_decode_segment(record)),
         # Earlier versions did not write all fields.
@@ -141,7 +141,7 @@ def decode_trajectory(record: TrajectoryRecord) -> protocols.Trajectory:
         metrics=record["metrics"],
         start_seconds=record["start_seconds"],
         seconds=record.get("seconds", 0.0),
-        snapshot=kept if snapshot is not None else None,
+        snapshot=restored if snapshot is not None else None,
         replayed=record.get("replayed", False),
     )
     for branch in record.get("branches", ()):

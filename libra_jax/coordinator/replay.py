@@ -85,14 +85,14 @@ class Replay:
         settings, limits = self._config.algorithm, self._config.coordinator
         count, bound = limits.groups_per_step, limits.max_staleness
         self._advance(group.group_id // count * count - count * bound)
-        last, most = group.dispatch_version + bound, settings.replay_max_staleness
+        last, max_staleness = group.dispatch_version + bound, settings.replay_max_staleness
         # No later group can take them either: versions only grow.
-        for key in [key for key, one in self._stored.items() if last - one.first_version > most]:
+        for key in [key for key, one in self._stored.items() if last - one.first_version > max_staleness]:
             del self._stored[key]
-        found = [one for one in self._stored.values() if one.record["prompt"] == group.task.prompt]
-        if found:
+        candidates = [one for one in self._stored.values() if one.record["prompt"] == group.task.prompt]
+        if candidates:
             rng = random.Random(f"{self._config.seed}/algorithm.replay/{group.group_id}")
-            rollout = records.decode_trajectory(rng.choice(found).record["rollout"])
+            rollout = records.decode_trajectory(rng.choice(candidates).record["rollout"])
             # Ids of rollouts are unique in a run.
             rollout.trajectory_id = f"{rollout.trajectory_id}-replayed{group.group_id}"
             rollout.replayed = True

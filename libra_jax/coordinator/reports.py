@@ -48,7 +48,7 @@ class StepReport:
       version: the version that trained.
       groups: groups of the batch.
       trainer: the trainer's own metrics.
-      begun: number of the groups that the trainer began on before the batch was complete.
+      begun_groups: number of the groups that the trainer began on before the batch was complete.
       sync_bytes: bytes that each engine loaded in the weight sync after the step.
       sync_paused: seconds for which an engine stopped in it, a mean.
       sync_sent: bytes that weight relays sent to other hosts in it, and bytes of the chunks that these brought.
@@ -70,7 +70,7 @@ class StepReport:
     groups: Sequence[protocols.Group]
     trainer: Mapping[str, float]
     times: StepTimes = field(default_factory=StepTimes)
-    begun: int = 0
+    begun_groups: int = 0
     sync_bytes: int = 0
     sync_paused: float = 0.0
     sync_sent: tuple[int, int] = (0, 0)
@@ -95,7 +95,7 @@ class StepReport:
         staleness = [self.version - group.dispatch_version for group in self.groups]
         generated = [trajectory.sampled_tokens for trajectory in trajectories]
         masked = [self.task.masks(trajectory.finish) for trajectory in trajectories]
-        counts, times, (sent, whole) = self.streams, self.times, self.sync_sent
+        counts, times, (sent, whole_bytes) = self.streams, self.times, self.sync_sent
         finishes = collections.Counter(trajectory.finish for trajectory in trajectories)
         rate = counts.tokens / times.step if times.step > 0 else 0.0
         return {
@@ -121,14 +121,14 @@ class StepReport:
             "sync/seconds": times.sync,
             "sync/bytes": self.sync_bytes,
             "sync/paused_seconds": self.sync_paused,
-            **({"sync/sent_bytes": sent, "sync/sent_share": sent / whole} if whole else {}),
+            **({"sync/sent_bytes": sent, "sync/sent_share": sent / whole_bytes} if whole_bytes else {}),
             "checkpoint/seconds": times.checkpoint,
             "coordinator/seconds_per_request": (self.scheduling_seconds / counts.requests if counts.requests else 0.0),
             "rollout/resumed": counts.resumed,
             **routing.metrics(self.routing, counts),
             "groups/rollouts_least": min(sizes),
             "groups/rollouts_most": max(sizes),
-            "groups/begun": self.begun,
+            "groups/begun": self.begun_groups,
             "groups/older": sum(versions > 0 for versions in staleness),
             "groups/replaced": sum(self.replaced.values()),
             **{f"groups/replaced_{reason}": count for reason, count in self.replaced.items()},

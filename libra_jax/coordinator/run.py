@@ -123,18 +123,18 @@ class Coordinator:
         self._stopping = stopping.Stopping(self._context, self._ending, self._abort_step)
         # A killed run may have left one.
         self._remove_snapshot()
-        found = await deadlines.within(
+        search = await deadlines.within(
             self._config.deadlines.checkpoint,
             deadlines.off_loop(checkpoint_store.find, self._workdir),
             f"Verifying the checkpoints in {self._workdir / checkpoint_store.FOLDER}",
             "checkpoint",
             look="see whether its disk answers",
         )
-        newest = found.step
-        for sentence in [*fencing.damaged(self._workdir), *found.skipped]:
+        newest = search.step
+        for sentence in [*fencing.damaged(self._workdir), *search.skipped]:
             self._recorder.note(sentence)
         if newest >= 0:
-            self._recorder.note(found.sentence())
+            self._recorder.note(search.sentence())
         # All steps are taken and exported: no worker needs to start.
         if newest >= self._config.steps and (
             self._context.export is None or checkpoints.is_exported(self._workdir, newest, self._context.export)
@@ -149,7 +149,7 @@ class Coordinator:
             try:
                 if self._fencing is not None:
                     self._ending.start(fencing.watch(self._fencing), "fencing_token")
-                await self._run(found.stored, catch_again)
+                await self._run(search.stored, catch_again)
             finally:
                 await self._close()
         return self._summary
@@ -214,8 +214,8 @@ class Coordinator:
             self._parts.replays.restore(held_replay)
         self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
-        if (workers := self._parts.elastic.hybrid) is not None and (held := state.get("hybrid")) is not None:
-            workers.restore(held)
+        if (workers := self._parts.elastic.hybrid) is not None and (hybrid_state := state.get("hybrid")) is not None:
+            workers.restore(hybrid_state)
         self._parts.groups.restore(state["groups"])
         # The steps before the restart have reported these replacements.
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
@@ -295,7 +295,7 @@ class Coordinator:
             batch.groups,
             metrics,
             times,
-            begun=len(batch.begun),
+            begun_groups=len(batch.begun),
             task=self._config.task,
             peak_flops=flops,
         )
@@ -324,13 +324,13 @@ class Coordinator:
                     # The trainer compiles its programs in the first step that it takes in this process.
                     compiling = "" if self._compiled else ", compiling its programs first"
                     self._recorder.status(name, f"training step {self._step + 1}{compiling}")
-                    shares, asked = elastic.begin_step(batch), self._clock()
+                    shares, start = elastic.begin_step(batch), self._clock()
                     try:
                         metrics = await trainer.train_step(batch, shares)
                     except protocols.TrainerLost:
                         await elastic.end_step(shares, None, 0.0)
                         raise
-                    await elastic.end_step(shares, metrics, self._clock() - asked)
+                    await elastic.end_step(shares, metrics, self._clock() - start)
                     self._parts.recovery.trained(batch)
                     self._compiled = True
                     # Still under the lock, so that an engine that catches up asks for the version that the trainer
@@ -426,7 +426,7 @@ class Coordinator:
 
             await here.recovery.through(export)
         plural = "" if self._step == 1 else "s"
-        replaced = here.groups.told()
+        replaced = here.groups.replaced_text()
         self._summarise(
             f"Trained {self._step} step{plural} on {here.groups.trained} groups."
             + (f" {replaced}." if replaced else "")

@@ -98,7 +98,7 @@ class Saver:
           DataError: checkpoints exist and none verifies.
           DeadlineMissed: the disk did not answer; the message names the folder.
         """
-        found = await deadlines.within(
+        search = await deadlines.within(
             self._deadline,
             deadlines.off_loop(checkpoint_store.find, self._workdir),
             f"Verifying the checkpoints in {self._workdir / checkpoint_store.FOLDER}",
@@ -106,9 +106,9 @@ class Saver:
             look="see whether its disk answers",
         )
         # So that `restore_lost` takes this manifest, and not a damaged one of the same step.
-        if found.stored is not None and found.step == self.newest:
-            self._files.go_on_from(found.stored)
-        return found.step, " ".join(found.skipped)
+        if search.stored is not None and search.step == self.newest:
+            self._files.go_on_from(search.stored)
+        return search.step, " ".join(search.skipped)
 
     def lost(self) -> None:
         """Drops the checkpoint that a lost trainer had not finished. The next one is tried when due."""

@@ -71,5 +71,5 @@ def mean_reward(scores: Sequence[TaskScores]) -> float:
 
 def mean_pass_at(scores: Sequence[TaskScores], k: int, threshold: float) -> float | None:
     """Returns the mean of pass@k over the tasks with at least k scored attempts; None if there are none."""
-    found = [value for one in scores if (value := one.pass_at(k, threshold)) is not None]
-    return statistics.fmean(found) if found else None
+    values = [value for one in scores if (value := one.pass_at(k, threshold)) is not None]
+    return statistics.fmean(values) if values else None

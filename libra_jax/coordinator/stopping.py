@@ -123,10 +123,10 @@ def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[]
     """
     loop = asyncio.get_running_loop()
     numbers: list[signal.Signals] = []
-    came: dict[int, float] = {}
+    arrival_times: dict[int, float] = {}
 
-    def heard(number: int, frame: FrameType | None) -> None:
-        came.setdefault(number, time.monotonic())
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        arrival_times.setdefault(number, time.monotonic())
         at_once(signal.Signals(number))
 
     def once(number: signal.Signals) -> None:
@@ -137,12 +137,12 @@ def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[]
             # Restores the usual effect, so that a second Ctrl-C interrupts.
             loop.remove_signal_handler(number)
             numbers.remove(number)
-        stop(number, time.monotonic() - came.get(number, time.monotonic()))
+        stop(number, time.monotonic() - arrival_times.get(number, time.monotonic()))
 
     def catch(number: signal.Signals) -> None:
         loop.add_signal_handler(number, once, number)
         # Replaces asyncio's handler, which does nothing: its loop gets signals through a pipe.
-        signal.signal(number, heard)
+        signal.signal(number, on_signal)
         signal.siginterrupt(number, False)
 
     for number in (signal.SIGINT, *caught_ends()):

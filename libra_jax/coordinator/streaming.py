@@ -65,7 +65,7 @@ class Stream:
             return False
         # Before the call: whether or not it succeeds, these groups are in the step.
         self.joined_groups += numbers
-        began, name = self._clock(), self._trainer.name
+        start, name = self._clock(), self._trainer.name
         self._recorder.status(name, f"training step {step + 1} on the first {len(self.joined_groups)} groups")
         try:
             async with self._trainer.lock:
@@ -74,8 +74,8 @@ class Stream:
             await self._recovery.restarted(error)
             return True
         end = self._clock()
-        self._seconds += end - began
-        self._recorder.span(name, "train step", began, end, {"step": step + 1, "groups": len(groups)})
+        self._seconds += end - start
+        self._recorder.span(name, "train step", start, end, {"step": step + 1, "groups": len(groups)})
         self._recorder.status(name, "idle")
         return True
 
@@ -101,4 +101,4 @@ class Stream:
 
 def _tokens(group: protocols.Group) -> int:
     """Returns the tokens of a group, each rollout's prompt included; those that share it fill less of a row."""
-    return sum(len(segment.token_ids) for each in group.trajectories for segment in each.segments)
+    return sum(len(segment.token_ids) for rollout in group.trajectories for segment in rollout.segments)

@@ -15,15 +15,15 @@ def outcomes(config: configuration.RunConfig, group: protocols.Group) -> list[tu
     A rollout is a success if its reward, without the shaping of reward functions, reaches `algorithm.success_reward`.
     Rollouts whose reward is left out because a limit cut them off (`task.cut_off`) do not count.
     """
-    found = []
+    results = []
     for trajectory in group.trajectories:
         if not config.task.cuts(trajectory.finish):
             reward = filters.compared_reward(config, trajectory)
-            wanted = config.algorithm.success_reward
+            target = config.algorithm.success_reward
             # 0.7 + 0.2 + 0.1, a sum of weighted functions, is less than 1.0 by rounding alone.
-            reaches = reward is not None and (reward >= wanted or protocols.equal_rewards([reward, wanted]))
-            found.append((trajectory, reaches))
-    return found
+            reaches = reward is not None and (reward >= target or protocols.equal_rewards([reward, target]))
+            results.append((trajectory, reaches))
+    return results
 
 
 class RatesState(TypedDict):
@@ -54,17 +54,17 @@ class Rates:
 
     def add(self, group: protocols.Group) -> None:
         """Takes a group whose rollouts are all scored."""
-        found = outcomes(self._config, group) if self._used else []
-        if found:
-            self._later[group.group_id] = group.task.prompt, sum(solves for _, solves in found), len(found)
+        results = outcomes(self._config, group) if self._used else []
+        if results:
+            self._later[group.group_id] = group.task.prompt, sum(solves for _, solves in results), len(results)
 
     def advance(self, before: int) -> None:
         """Counts the groups with numbers below `before`."""
         for group_id in sorted(number for number in self._later if number < before):
             prompt, solved, size = self._later.pop(group_id)
             successes, rollouts = self._counts.get(prompt, (0.0, 0.0))
-            kept = (1.0 - 1.0 / self._config.algorithm.success_window) ** size
-            self._counts[prompt] = kept * successes + solved, kept * rollouts + size
+            decay = (1.0 - 1.0 / self._config.algorithm.success_window) ** size
+            self._counts[prompt] = decay * successes + solved, decay * rollouts + size
 
     def rate(self, prompt: str) -> float | None:
         """Returns the success rate of a prompt; None if none of its rollouts has finished."""

@@ -205,7 +205,7 @@ def test_a_worker_is_told_of_new_weights_where_a_moved_request_may_fetch_its_cac
     worker.updated("source")
     told = [(each.name, each.policy_version) for each in worker.commands if isinstance(each, protocols.EngineEntry)]
     assert told == ([("source", 1)] if moved else [])
-    worker.left("task-0/0")
+    worker.clear_place("task-0/0")
     source.policy_version = 2
     worker.updated("source")
     assert len(worker.commands) == len(told)
