@@ -53,11 +53,11 @@ def encode(old: np.ndarray, new: np.ndarray, threads: futures.Executor) -> np.nd
     size = COUNT_BYTES + laces + len(places) * _ELEMENT.itemsize
     if size >= len(new):
         return None
-    made = np.full(size, _LACE, np.uint8)
-    made[:COUNT_BYTES] = np.array([len(places)], "<u8").view(np.uint8)
-    made[COUNT_BYTES + ends - 1] = gaps % _LACE
-    made[COUNT_BYTES + laces :] = after[places].view(np.uint8)
-    return made
+    message = np.full(size, _LACE, np.uint8)
+    message[:COUNT_BYTES] = np.array([len(places)], "<u8").view(np.uint8)
+    message[COUNT_BYTES + ends - 1] = gaps % _LACE
+    message[COUNT_BYTES + laces :] = after[places].view(np.uint8)
+    return message
 
 
 def apply(target: np.ndarray, difference: np.ndarray) -> None:

@@ -209,20 +209,20 @@ class Channel:
                 flat[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                 at += array.nbytes
         head = _encode(header, [(str(array.dtype), array.shape) for array in arrays])
-        began = time.monotonic()
+        start = time.monotonic()
         self._pass("send", head, deadline)
-        waited = time.monotonic() - began
+        waited = time.monotonic() - start
         for at in range(0, len(flat), PART_BYTES):
             self._pass("send", flat[at : at + PART_BYTES], deadline)
         return Sent(len(head) + len(flat), waited)
 
     def receive(
-        self, wanted: Sequence[ArrayKind], seconds: float, into: np.ndarray | None = None
+        self, expected: Sequence[ArrayKind], seconds: float, into: np.ndarray | None = None
     ) -> tuple[Header, list[np.ndarray]]:
         """Receives the arrays of the next `send` of the hybrid worker.
 
         Args:
-          wanted: kinds of the arrays. The sender's sizes are compared with these, never trusted.
+          expected: kinds of the arrays. The sender's sizes are compared with these, never trusted.
           seconds: deadline in seconds for the whole transfer.
           into: vector of bytes to receive into, as large as the arrays; None for this channel's memory.
 
@@ -238,32 +238,32 @@ class Channel:
         head = np.zeros(HEADER_BYTES, np.uint8)
         self._pass("recv", head, deadline)
         try:
-            told = json.loads(head.tobytes())
+            record = json.loads(head.tobytes())
             header = Header(
-                worker=str(told["worker"]),
-                generation=int(told["generation"]),
-                version=int(told["version"]),
-                digest=str(told["digest"]),
-                first=int(told["first"]),
-                last=int(told["last"]),
-                metrics={str(name): (float(total), float(count)) for name, (total, count) in told["metrics"].items()},
-                maxima={str(name): float(value) for name, value in told["maxima"].items()},
+                worker=str(record["worker"]),
+                generation=int(record["generation"]),
+                version=int(record["version"]),
+                digest=str(record["digest"]),
+                first=int(record["first"]),
+                last=int(record["last"]),
+                metrics={str(name): (float(total), float(count)) for name, (total, count) in record["metrics"].items()},
+                maxima={str(name): float(value) for name, value in record["maxima"].items()},
             )
-            kinds = [(str(dtype), tuple(int(size) for size in shape)) for dtype, shape in told["arrays"]]
+            kinds = [(str(dtype), tuple(int(size) for size in shape)) for dtype, shape in record["arrays"]]
         # Garbage may be anything that JSON can say.
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             raise self._fail("what came over it is no header of a gradient sum") from None
         # Sizes from the network never decide how much is read or allocated.
-        if kinds != [(dtype, tuple(shape)) for dtype, shape in wanted]:
+        if kinds != [(dtype, tuple(shape)) for dtype, shape in expected]:
             raise self._fail("the sum offered over it has other arrays than this model's")
-        sizes = [np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in wanted]
+        sizes = [np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in expected]
         flat = self._room(sum(sizes)) if into is None else into
         for at in range(0, len(flat), PART_BYTES):
             self._pass("recv", flat[at : at + PART_BYTES], deadline)
         ends = np.cumsum(sizes)
         return header, [
             flat[end - size : end].view(dtype).reshape(shape)
-            for end, size, (dtype, shape) in zip(ends, sizes, wanted, strict=True)
+            for end, size, (dtype, shape) in zip(ends, sizes, expected, strict=True)
         ]
 
     def close(self, why: str = "it was aborted here") -> None:
@@ -299,8 +299,8 @@ class Channel:
                 time.sleep(LOOK_SECONDS)
             # Private names of torch: its public functions make groups in the global registry only.
             options = distributed.ProcessGroupGloo._Options()
-            own = machine.address(address["host"])
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own)]
+            local_address = machine.address(address["host"])
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=local_address)]
             options._timeout = datetime.timedelta(seconds=MEETING_SECONDS)
             group = distributed.ProcessGroupGloo(store, rank, self._ranks, options)
         except (RuntimeError, OSError) as error:  # torch.distributed's errors are RuntimeErrors

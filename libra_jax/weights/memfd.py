@@ -50,11 +50,11 @@ def available_bytes() -> int:
     free = int(psutil.virtual_memory().available)
     try:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            left = int(limit.read()) - int(used.read())  # "max", which is no limit, is no number either
+            unused = int(limit.read()) - int(used.read())  # "max", which is no limit, is no number either
         with open("/sys/fs/cgroup/memory.stat") as lines:
             statistics = dict(line.split() for line in lines)
         # The cgroup is charged for cached files, but the kernel drops them if memory is needed.
-        return min(free, left + int(statistics["inactive_file"]) + int(statistics["active_file"]))
+        return min(free, unused + int(statistics["inactive_file"]) + int(statistics["active_file"]))
     except (OSError, ValueError, KeyError):
         return free
 
@@ -143,16 +143,16 @@ def _in_huge_pages(fd: int, nbytes: int) -> mmap.mmap | None:
     with contextlib.closing(mmap.mmap(fd, nbytes)) as probe:
         beyond = _address(probe) % HUGE_BYTES
     with contextlib.closing(mmap.mmap(-1, beyond)) if beyond else contextlib.nullcontext():
-        made = mmap.mmap(fd, nbytes)
-    if _address(made) % HUGE_BYTES == 0:
+        mapping = mmap.mmap(fd, nbytes)
+    if _address(mapping) % HUGE_BYTES == 0:
         # A page in each place, because the kernel makes no huge page of nothing. Written to the file, where too little
         # memory is an error and not a signal.
         for place in range(0, nbytes, HUGE_BYTES):
             os.pwrite(fd, b"\0", place)
         with contextlib.suppress(OSError):
-            made.madvise(_COLLAPSE)
-            return made
-    made.close()
+            mapping.madvise(_COLLAPSE)
+            return mapping
+    mapping.close()
     return None
 
 
@@ -216,7 +216,7 @@ class PeerMemory:
         if key not in self._mappings:
             # After a trainer has moved to other processes, nothing of the former ones is read again. Kept mappings
             # would hold a whole copy of the weights.
-            self._mappings = {old: kept for old, kept in self._mappings.items() if old[0] == address["pid"]}
+            self._mappings = {old: mapping for old, mapping in self._mappings.items() if old[0] == address["pid"]}
             self._mappings[key] = open_peer(address)
         return self._mappings[key]
 

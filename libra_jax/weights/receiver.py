@@ -96,14 +96,14 @@ class Receiver:
             raise protocols.LibraError(
                 f"version {version} cannot be finished: the update of {self._version} was begun."
             )
-        held = self._holds_frozen()
-        missing = sorted(self._sources.keys() - self._tensors.keys() - (self._of_base if held else set()))
+        has_frozen = self._holds_frozen()
+        missing = sorted(self._sources.keys() - self._tensors.keys() - (self._of_base if has_frozen else set()))
         if missing or sorted(self._checksums) != list(range(self._count)):
             raise protocols.LibraError(
                 f"version {version} is not whole: {len(self._checksums)} of {self._count} chunks came, without "
                 f"{', '.join(missing[:3]) or 'nothing'}; sync it again."
             )
-        if not held:
+        if not has_frozen:
             self._frozen, self._held = "", None
         params: dict[str, Any] = {}
         leaves: dict[tuple[str, ...], list[np.ndarray]] = {}
@@ -117,7 +117,7 @@ class Receiver:
             for key in path[:-1]:
                 place, node = place[key], node.setdefault(key, {})
             node[path[-1]] = _placed(tensors, place[path[-1]])
-        if held:
+        if has_frozen:
             params = dict(lora.join(self._held or {}, params))
         elif self._arriving:
             self._frozen, self._held = self._arriving, lora.split(params)[1]

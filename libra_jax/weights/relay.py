@@ -139,10 +139,10 @@ class Relay(protocols.Relay):
         if difference is None:
             data = self._read(chunk)
         else:
-            made = self._differences.get(chunk.index)
-            if made is None or (made.base, made.checksum) != (difference.base, chunk.checksum):
+            stored = self._differences.get(chunk.index)
+            if stored is None or (stored.base, stored.checksum) != (difference.base, chunk.checksum):
                 raise protocols.LibraError(f"{self._name} does not hold the difference of {_named(chunk)}.")
-            data = made.data
+            data = stored.data
         # The channel was made for gradient sums: a chunk travels as a sum without metrics.
         header = gradient_channel.Header(
             worker=child,
@@ -206,8 +206,8 @@ class Relay(protocols.Relay):
                 self._differences[chunk.index] = _Difference(copy.checksum, chunk.checksum, encoded)
             copy = _Compared(chunk.policy_version, chunk.checksum, copy.data)
         self._compared[chunk.index] = copy
-        made = self._differences.get(chunk.index)
-        return None if made is None else protocols.WeightDifference(made.base, made.data.nbytes)
+        difference = self._differences.get(chunk.index)
+        return None if difference is None else protocols.WeightDifference(difference.base, difference.data.nbytes)
 
     def _take(
         self,
@@ -215,9 +215,9 @@ class Relay(protocols.Relay):
         chunk: protocols.WeightChunk,
         difference: protocols.WeightDifference | None,
     ) -> protocols.WeightChunk:
-        held = self._held.pop(chunk.index, None)
+        base = self._held.pop(chunk.index, None)
         self._differences.pop(chunk.index, None)
-        if difference is not None and held != difference.base:
+        if difference is not None and base != difference.base:
             raise protocols.LibraError(f"{self._name} does not hold what the difference of {_named(chunk)} changes.")
         owner = self._place(chunk)
         target = np.frombuffer(owner.buffer, np.uint8, chunk.nbytes)

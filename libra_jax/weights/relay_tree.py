@@ -54,7 +54,7 @@ def expected(count: int) -> list[asyncio.Future[protocols.WeightChunk]]:
     return [asyncio.get_running_loop().create_future() for _ in range(count)]
 
 
-async def came(awaited: asyncio.Future[T]) -> T:
+async def wait_shared(awaited: asyncio.Future[T]) -> T:
     """Awaits a future that others await, too. Cancelling this call does not cancel the future."""
     # `wait` leaves the future alone when its caller is cancelled; awaiting the future itself would cancel it.
     await asyncio.wait({awaited})
@@ -84,7 +84,7 @@ class Relay:
       life: number of processes so far.
       generation: number of links so far over which the relay received.
       link: the sending host, and the life of its relay; None without a link.
-      kept: chunks on its host, by number, with the checksum of each as staged.
+      chunks: chunks on its host, by number, with the checksum of each as staged.
       changes: the difference by which each chunk came, by number; none for a chunk that came whole.
       making: lock held while the process is checked or restarted.
     """
@@ -95,7 +95,7 @@ class Relay:
     life: int = 0
     generation: int = 0
     link: tuple[int, int] | None = None
-    kept: dict[int, protocols.WeightChunk] = field(default_factory=dict)
+    chunks: dict[int, protocols.WeightChunk] = field(default_factory=dict)
     changes: dict[int, protocols.WeightDifference] = field(default_factory=dict)
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -146,10 +146,10 @@ class RelayTree:
         Raises:
           ConfigError: a relay can never be started.
         """
-        wanted = [self._relays[host] for host in sorted(hosts)]
-        if wanted:
-            made = await deadlines.together(*map(self._made, [self._root, *wanted]))
-            for error in made:
+        relays = [self._relays[host] for host in sorted(hosts)]
+        if relays:
+            errors = await deadlines.together(*map(self._made, [self._root, *relays]))
+            for error in errors:
                 if isinstance(error, protocols.ConfigError):
                     raise error
 
@@ -187,7 +187,7 @@ class RelayTree:
         }
 
         async def give(relay: Relay) -> None:
-            error = await came(answering[relay.host])
+            error = await wait_shared(answering[relay.host])
             if error is not None and relay.host in needed:
                 error = await self._made(relay)
             elif error is not None and relay.host in lent:
@@ -199,7 +199,7 @@ class RelayTree:
                 _fail(copies[relay.host], error)
                 return
             parent = above.get(relay.host, self._root)
-            if parent is not self._root and await came(answering[parent.host]) is not None:
+            if parent is not self._root and await wait_shared(answering[parent.host]) is not None:
                 parent = self._root  # only its own host waits for a restarting relay
             # A link ends with the life of either relay.
             if relay.link != (parent.host, parent.life):
@@ -221,22 +221,22 @@ class RelayTree:
             if self._full_every == 1:
                 place.set_result(None)
                 continue
-            source = await came(chunk)
+            source = await wait_shared(chunk)
             full = not source.policy_version % self._full_every
             if full or source.frozen:
                 place.set_result(None)  # before the root copies the chunk, because no host has to wait for the copy
             if source.frozen:  # it is not sent again
                 continue
             try:
-                found = await self._root.called().compare(source)
+                difference = await self._root.called().compare(source)
             except protocols.LibraError as error:
-                found = None
+                difference = None
                 self._recorder.note(
                     f"Chunk {source.index} of version {source.policy_version} could not be compared with the version "
                     f"before ({error}); hosts get the whole chunk."
                 )
             if not full:
-                place.set_result(found)
+                place.set_result(difference)
 
     async def _supply(
         self, relay: Relay, staged: Chunks, copies: Mapping[int, Chunks], differences: Differences, begin: float
@@ -244,33 +244,33 @@ class RelayTree:
         """Brings all chunks of a version to one host, and records the cost."""
         arrived = 0
         for number, chunk in enumerate(staged):
-            source = await came(chunk)
+            source = await wait_shared(chunk)
             try:
-                held = relay.kept.get(number)
-                if held is not None and source.frozen and held.frozen == source.frozen:
+                copy = relay.chunks.get(number)
+                if copy is not None and source.frozen and copy.frozen == source.frozen:
                     # Weights under an adapter: the same bytes in every version.
-                    held = relay.kept[number] = dataclasses.replace(held, policy_version=source.policy_version)
+                    copy = relay.chunks[number] = dataclasses.replace(copy, policy_version=source.policy_version)
                 # An unchanged chunk is not sent again: a restarted trainer may stage other bytes under the same number.
                 # Without a checksum, nothing proves that the bytes are unchanged.
                 if (
-                    held is None
-                    or held.checksum is None
-                    or (held.policy_version, held.checksum) != (source.policy_version, source.checksum)
+                    copy is None
+                    or copy.checksum is None
+                    or (copy.policy_version, copy.checksum) != (source.policy_version, source.checksum)
                 ):
-                    held = await self._fetch(relay, source, copies, differences[number])
+                    copy = await self._fetch(relay, source, copies, differences[number])
                     change = relay.changes.get(number)
-                    nbytes = held.nbytes if change is None else change.nbytes
+                    nbytes = copy.nbytes if change is None else change.nbytes
                     arrived += nbytes
                     self.sent_bytes += nbytes
-                    self.whole_bytes += held.nbytes
+                    self.whole_bytes += copy.nbytes
             except protocols.LibraError as error:
                 self._drop(relay, error)
                 _fail(copies[relay.host], error)
                 return
-            copies[relay.host][number].set_result(held)
+            copies[relay.host][number].set_result(copy)
         end = asyncio.get_running_loop().time()
-        told = {"policy_version": source.policy_version, "bytes": arrived}
-        self._recorder.span("weights", f"copy to host {relay.host}", begin, end, told)
+        arguments = {"policy_version": source.policy_version, "bytes": arrived}
+        self._recorder.span("weights", f"copy to host {relay.host}", begin, end, arguments)
         self._recorder.status(relay.spec.name, f"keeps version {source.policy_version}")
 
     async def _fetch(
@@ -284,14 +284,14 @@ class RelayTree:
         above, source = self._root, chunk
         if relay.link is not None and relay.link[0] != self._root.host:
             try:
-                source = await came(copies[relay.link[0]][chunk.index])
+                source = await wait_shared(copies[relay.link[0]][chunk.index])
                 above = self._relays[relay.link[0]]
             except protocols.LibraError:
                 relay.link = None  # the parent has been dropped
-        change, held = await came(compared), relay.kept.get(chunk.index)
+        change, copy = await wait_shared(compared), relay.chunks.get(chunk.index)
         # Only the root has all differences; another relay has those that it received itself.
         sendable = above is self._root or above.changes.get(chunk.index) == change
-        if change is not None and (held is None or held.checksum != change.base or not sendable):
+        if change is not None and (copy is None or copy.checksum != change.base or not sendable):
             change = None
 
         async def twice() -> protocols.WeightChunk:
@@ -300,10 +300,10 @@ class RelayTree:
                     raise protocols.WorkerLost(f"{relay.spec.name} has no link to {above.spec.name}")
                 return await self._transfer(above, relay, source, change)
             except protocols.LibraError as error:
-                what, whole = ("Chunk", "") if change is None else ("The difference of chunk", ", whole")
+                what, suffix = ("Chunk", "") if change is None else ("The difference of chunk", ", whole")
                 self._recorder.note(
                     f"{what} {chunk.index} of version {chunk.policy_version} did not come to host {relay.host} "
-                    f"from host {above.host} ({error}); it is asked for again{whole}."
+                    f"from host {above.host} ({error}); it is asked for again{suffix}."
                 )
             # A failed link cannot be used again. The root may be lost, too; the first caller to find that restarts it.
             if (error_of_root := await self._made(self._root)) is not None:
@@ -322,12 +322,12 @@ class RelayTree:
         source: protocols.WeightChunk,
         change: protocols.WeightDifference | None = None,
     ) -> protocols.WeightChunk:
-        relay.kept.pop(source.index, None)  # its memory is overwritten
+        relay.chunks.pop(source.index, None)  # its memory is overwritten
         relay.changes.pop(source.index, None)
         sending = above.called().send(source, relay.spec.name, change)
         _, copy = await deadlines.together(sending, relay.called().receive(source, change))
         assert isinstance(copy, protocols.WeightChunk)
-        relay.kept[source.index] = copy
+        relay.chunks[source.index] = copy
         if change is not None:
             relay.changes[source.index] = change
         return copy
@@ -385,7 +385,7 @@ class RelayTree:
             return
         relay.client, relay.link = None, None
         # The copies were in the memory of the process that is given up.
-        relay.kept.clear()
+        relay.chunks.clear()
         relay.changes.clear()
         self._recorder.status(relay.spec.name, "lost")
         self._recorder.note(f"The relay of host {relay.host} is dropped, and made again when it is needed: {error}")

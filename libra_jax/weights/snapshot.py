@@ -209,24 +209,24 @@ class HostSnapshot:
         # Checked in total first, so that a failure comes before any memory is taken.
         if self.nbytes > free:
             raise memfd.too_little(purpose, self.nbytes, free)
-        made: list[memfd.Owner] = []
+        owners: list[memfd.Owner] = []
         try:
             for nbytes in self._sizes:
-                made.append(memfd.Owner(nbytes, purpose))
+                owners.append(memfd.Owner(nbytes, purpose))
         except memfd.SharedMemoryError:
-            for owner in made:
+            for owner in owners:
                 owner.close()
             raise
-        return made
+        return owners
 
     def _copy(self, paths: Sequence[tuple[str, ...]], blocks: Iterator[gather.Block]) -> None:
         """Copies block by block, and casts what lay in the host's memory already."""
         targets: dict[tuple[str, ...], dict[int, torch.Tensor]] = {path: {} for path in paths}
-        placed = (
+        locations = (
             (owner, entry) for owner, entries in zip(self._memory, self._chunks, strict=True) for entry in entries
         )
         tied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for source, (owner, entry) in zip(self._sources, placed, strict=True):
+        for source, (owner, entry) in zip(self._sources, locations, strict=True):
             kind = getattr(torch, entry.dtype)
             flat = torch.frombuffer(owner.buffer, dtype=kind, count=math.prod(entry.shape), offset=entry.offset)
             target, layer = flat.view(entry.shape), WHOLE if source.layer is None else source.layer
@@ -295,16 +295,16 @@ def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
     Raises:
       LibraError: the parameter is missing or has another shape.
     """
-    found: Any = params
+    node: Any = params
     for key in source.path:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    shape = None if found is None else tuple(found.shape if source.layer is None else found.shape[1:])
+        node = node.get(key) if isinstance(node, Mapping) else None
+    shape = None if node is None else tuple(node.shape if source.layer is None else node.shape[1:])
     if shape != source.shape:
         raise protocols.LibraError(
             f"{source.hf_name} cannot be synced: parameter {'/'.join(source.path)} has shape {shape}, not "
             f"{source.shape}"
         )
-    return found
+    return node
 
 
 def snapshot_digest(checksums: Sequence[str]) -> str:
