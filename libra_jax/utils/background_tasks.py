@@ -21,7 +21,7 @@ class BackgroundTasks(abc.ABC):
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs `work` in the background. An error in `work` ends the lifetime."""
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def on_end(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 self.call(error)
@@ -29,7 +29,7 @@ class BackgroundTasks(abc.ABC):
         task = asyncio.get_running_loop().create_task(work, name=name)
         # The event loop keeps weak references only, so a task without another one may vanish before its end.
         self._tasks.add(task)
-        task.add_done_callback(ended)
+        task.add_done_callback(on_end)
         return task
 
     async def cancel_background(self, seconds: float) -> None:

@@ -104,16 +104,16 @@ def _side_by_side(chunks: Sequence[tuple[Path, int]]) -> list[bytes]:
     Raises:
       OSError: A file cannot be read.
     """
-    found: dict[int, bytes] = {}
+    sums: dict[int, bytes] = {}
     errors: list[BaseException] = []
-    left = collections.deque(enumerate(chunks))
+    waiting = collections.deque(enumerate(chunks))
 
     def read() -> None:
         try:
-            while left:
+            while waiting:
                 with contextlib.suppress(IndexError):  # another thread took the last one
-                    number, chunk = left.popleft()
-                    found[number] = _of_chunk(*chunk)
+                    number, chunk = waiting.popleft()
+                    sums[number] = _of_chunk(*chunk)
         except BaseException as error:
             errors.append(error)
 
@@ -125,10 +125,10 @@ def _side_by_side(chunks: Sequence[tuple[Path, int]]) -> list[bytes]:
         for thread in threads:
             thread.join()
     finally:
-        left.clear()
+        waiting.clear()
     if errors:
         raise errors[0]
-    return [found[number] for number in range(len(chunks))]
+    return [sums[number] for number in range(len(chunks))]
 
 
 def _of_chunk(path: Path, begin: int) -> bytes:
@@ -150,19 +150,19 @@ def problem(folder: Path, expected: Mapping[str, Sum]) -> str:
 
     Files that `expected` does not name are ignored. All sizes are compared before any file is read.
     """
-    for name, kept in expected.items():
+    for name, checksum in expected.items():
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
             return f"{name} is missing" if missing else f"{name} cannot be read ({error.strerror or error})"
-        if size != kept.size:
-            return f"{name} has {size} bytes instead of {kept.size}"
+        if size != checksum.size:
+            return f"{name} has {size} bytes instead of {checksum.size}"
     try:
-        found = of_files(folder, expected)
+        actual = of_files(folder, expected)
     except OSError as error:
         return f"{error.filename or folder} cannot be read ({error.strerror or error})"
-    damaged = [name for name, kept in expected.items() if found[name] != kept]
+    damaged = [name for name, checksum in expected.items() if actual[name] != checksum]
     further = f", and {len(damaged) - 1} further files" if len(damaged) > 1 else ""
     return f"{damaged[0]} is damaged (its checksum is not the one it was written with{further})" if damaged else ""
 
@@ -179,8 +179,8 @@ def sealed(text: bytes) -> bytes:
 
 def is_whole(text: bytes) -> bool | None:
     """Returns whether a text that `sealed` returned is undamaged. None if the text does not end with a checksum."""
-    found = _CHECKSUM.fullmatch(text[-_TAIL:])
-    return None if found is None else of_bytes(text[:-_TAIL]) == found[1].decode()
+    match = _CHECKSUM.fullmatch(text[-_TAIL:])
+    return None if match is None else of_bytes(text[:-_TAIL]) == match[1].decode()
 
 
 def unsealed(text: bytes) -> dict[str, Any]:
@@ -221,16 +221,16 @@ def read_object(path: Path) -> dict[str, Any]:
 def known_records(workdir: Path) -> protocols.Records | None:
     """Returns the run's id and the number of its records, as its `status.json` has them. None without them."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found: protocols.Records | None = unsealed(read_bytes(workdir / "status.json").rstrip()).get("records")
+        records: protocols.Records | None = unsealed(read_bytes(workdir / "status.json").rstrip()).get("records")
         # The file may be another program's.
-        return found if isinstance(found, dict) and found.keys() == {"run", "counts"} else None
+        return records if isinstance(records, dict) and records.keys() == {"run", "counts"} else None
     return None
 
 
 def files_of(folder: Path) -> list[str]:
     """Returns the paths of a folder's files relative to the folder, without its seal."""
-    found = (file for file in sorted(folder.rglob("*")) if file.is_file())
-    return [str(file.relative_to(folder)) for file in found if file != folder / SEAL]
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return [str(file.relative_to(folder)) for file in files if file != folder / SEAL]
 
 
 def seal_folder(folder: Path, added: Sequence[str] | None = None) -> None:

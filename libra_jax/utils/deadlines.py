@@ -81,17 +81,17 @@ async def within(
     with turns.watched() as turn:
         task = asyncio.ensure_future(awaitable)
     length = seconds / SLICES
-    left = SLICES
+    slices_left = SLICES
     wait = Wait(worker_and_what, seconds, loop.time(), turn)
     _waits.add(wait)
     try:
-        while left:
+        while slices_left:
             before, queued = loop.time(), turn.queued
             done, _ = await asyncio.wait({task}, timeout=length)
             if done:
                 return task.result()
             if loop.time() - before < 2 * length and not (queued or turn.queued):
-                left -= 1
+                slices_left -= 1
     finally:
         _waits.discard(wait)
         abandon(task)

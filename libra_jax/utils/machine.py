@@ -58,8 +58,8 @@ def address(towards: str = ANY) -> str:
         probe.connect((towards, 9))  # a datagram socket sends nothing yet
         return str(probe.getsockname()[0])
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    for name, found in sorted(psutil.net_if_addrs().items()):
-        for item in found:
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        for item in addresses:
             if name in up and item.family == socket.AF_INET and not item.address.startswith("127."):
                 return item.address
     return LOOPBACK

@@ -81,29 +81,29 @@ def _present_name(module: str) -> str:
     return ""
 
 
-def give(found: Any, field: str, *, name: str = "", text: str = "") -> str:
+def give(target: Any, field: str, *, name: str = "", text: str = "") -> str:
     """Returns a name under which `resolve` finds an object.
 
     This is the object's own name if it can be imported. Otherwise it is a name under `GIVEN`, which only this process
     knows.
 
     Args:
-      found: A class, a function or another callable of the caller.
+      target: A class, a function or another callable of the caller.
       field: Config field that will hold the name, for errors.
       name: Readable name of the object. Empty: the object's own name.
       text: Text that identifies the object's content. A change makes it a different object. Empty: its source code.
     """
-    config.check(callable(found), field, f"{found!r} is not callable")
-    module, own = getattr(found, "__module__", ""), getattr(found, "__qualname__", type(found).__name__)
+    config.check(callable(target), field, f"{target!r} is not callable")
+    module, qualified_name = getattr(target, "__module__", ""), getattr(target, "__qualname__", type(target).__name__)
     # Only if the name leads back to this very object: a local one, or one that was replaced, has no name to import.
-    if module not in ("", "__main__", "builtins") and getattr(sys.modules.get(module), own, None) is found:
-        return f"{module}:{own}"
+    if module not in ("", "__main__", "builtins") and getattr(sys.modules.get(module), qualified_name, None) is target:
+        return f"{module}:{qualified_name}"
     try:  # a workdir is named after the config, so an edited definition has to start another run
-        text = text or inspect.getsource(found)
+        text = text or inspect.getsource(target)
     except (OSError, TypeError):
-        text = own
-    label = f"{name or own.rpartition('.')[2].strip('<>')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    _given[label] = found
+        text = qualified_name
+    label = f"{name or qualified_name.rpartition('.')[2].strip('<>')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    _given[label] = target
     return f"{GIVEN}:{label}"
 
 
@@ -134,8 +134,8 @@ def raised(error: BaseException) -> str:
     return f"{text} ({place})" if place else text
 
 
-def _nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
+def _nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=likeness)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -182,19 +182,19 @@ def resolve(name: str, field: str, *, asynchronous: bool = False) -> Callable[..
         raise protocols.ConfigError(f"config.{field}: there is no module {module_name!r}{hint}") from error
     except Exception as error:  # the user's own code runs during the import
         raise protocols.ConfigError(f"config.{field}: importing {module_name} {raised(error)}") from error
-    found = getattr(module, attribute, None)
-    if found is None:
+    target = getattr(module, attribute, None)
+    if target is None:
         names = [key for key in vars(module) if not key.startswith("_")]
-        own = [key for key in names if getattr(vars(module)[key], "__module__", "") == module_name]
-        hint = _nearest(attribute, names) or (f"; it has {', '.join(own[:MOST_TOLD])}" if own else "")
+        candidates = [key for key in names if getattr(vars(module)[key], "__module__", "") == module_name]
+        hint = _nearest(attribute, names) or (f"; it has {', '.join(candidates[:MOST_TOLD])}" if candidates else "")
         raise protocols.ConfigError(f"config.{field}: {module_name} has no {attribute!r}{hint}")
-    config.check(callable(found), field, f"{name!r} is not callable")
+    config.check(callable(target), field, f"{name!r} is not callable")
     config.check(
-        asynchronous or not inspect.iscoroutinefunction(found),
+        asynchronous or not inspect.iscoroutinefunction(target),
         field,
         f"{name!r} is async; a factory must be a plain function",
     )
-    return cast("Callable[..., Any]", found)
+    return cast("Callable[..., Any]", target)
 
 
 def _siblings(module_name: str) -> list[str]:

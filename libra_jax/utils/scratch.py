@@ -49,8 +49,10 @@ LONGEST_TEMPORARY = 51
 def is_ours(folder: Path) -> bool:
     """Returns whether a folder, not a link to one, belongs to this user alone."""
     with contextlib.suppress(OSError):
-        found = folder.lstat()
-        return found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
+        status = folder.lstat()
+        return (
+            status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
+        )
     return False
 
 

@@ -101,15 +101,15 @@ def value(row: Row, column: str, hint: str = "") -> Any:
         elif isinstance(here, list) and part.isdecimal() and int(part) < len(here):
             here = here[int(part)]
         else:
-            whose = repr(outer) if outer else "it"
+            subject = repr(outer) if outer else "it"
             if isinstance(here, list):
-                there = f"{whose} is a list of {len(here)}"
+                there = f"{subject} is a list of {len(here)}"
             elif not isinstance(here, Mapping):
-                there = f"{whose} is {here!r:.40}"
+                there = f"{subject} is {here!r:.40}"
             elif near := difflib.get_close_matches(part, here, n=1):
                 there = f"did you mean {f'{outer}.{near[0]}'.lstrip('.')!r}?"
             else:
-                there = f"{whose} has {', '.join(map(repr, here)) or 'no columns'}"
+                there = f"{subject} has {', '.join(map(repr, here)) or 'no columns'}"
             raise protocols.DataError(f"{row.where}: no column {column!r}; {there}{hint}")
         outer = f"{outer}.{part}".lstrip(".")
     return here
@@ -146,13 +146,13 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
     # train-00000-of-00002.parquet
     splits = {shard: shard.name.removesuffix(ending).split("-")[0] for shard, ending in shards.items()}
     _check_split(folder, split, sorted(set(splits.values())))
-    found = sorted(shard for shard in shards if splits[shard] == split)
-    endings = sorted({shards[shard] for shard in found})
+    files = sorted(shard for shard in shards if splits[shard] == split)
+    endings = sorted({shards[shard] for shard in files})
     if len(endings) > 1:
         raise protocols.DataError(
             f"{folder}: has the split {split!r} as {' and '.join(endings)}; name a single file, or remove one kind"
         )
-    return found
+    return files
 
 
 def _check_split(folder: Path, split: str, splits: Sequence[Any]) -> None:
@@ -165,11 +165,11 @@ def _check_split(folder: Path, split: str, splits: Sequence[Any]) -> None:
 
 def _listed(file: Path, key: str, *, needed: bool = True) -> list[Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get(key)
+        items = json.loads(file.read_text(encoding="utf-8")).get(key)
     except (OSError, ValueError, AttributeError) as error:
         raise protocols.DataError(f"{file}: not readable as Hugging Face's datasets writes it ({error})") from error
-    if isinstance(found, list) or not (needed or found):
-        return found or []
+    if isinstance(items, list) or not (needed or items):
+        return items or []
     raise protocols.DataError(f"{file}: has no list {key!r}, as Hugging Face's datasets writes it")
 
 
@@ -218,7 +218,7 @@ def _json_lines(file: Path, lines: IO[bytes]) -> Iterator[tuple[int, str, Any]]:
         yield number, where, values
 
 
-def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
+def _batches(file: Path, needed_columns: Sequence[str]) -> Iterator[Any]:
     import pyarrow  # imported here, so that only runs on such files pay for it
     from pyarrow import csv, dataset, fs
 
@@ -227,7 +227,7 @@ def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
         if kind == ".arrow":
             # An Arrow stream, which pyarrow.dataset cannot read.
             with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
-                names = _needed(stream.schema.names, wanted)
+                names = _needed(stream.schema.names, needed_columns)
                 for batch in stream:
                     yield batch if names is None else batch.select(names)
             return
@@ -241,17 +241,17 @@ def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
             # All columns are read as text: the answer 007 is not the number 7.
             schema = pyarrow.schema([(name, pyarrow.string()) for name in layout.inspect(str(file), local).names])
         table = dataset.dataset(str(file), schema=schema, format=layout, filesystem=local)
-        columns = _needed(table.schema.names, wanted)
+        columns = _needed(table.schema.names, needed_columns)
         # Little is read ahead, because a file may be larger than the memory.
         yield from table.to_batches(columns=columns, batch_size=_BATCH_ROWS, batch_readahead=1)
     except (pyarrow.ArrowException, OSError) as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0].rpartition("Invalid: ")[2]
+        message = (str(error).strip() or type(error).__name__).splitlines()[0].rpartition("Invalid: ")[2]
         # Arrow counts the header as row 1; our rows begin after it.
-        found = re.search(r"Row #(\d+): ", said)
-        row = f", row {int(found[1]) - 1}" if found else ""
-        said = said.replace(found[0], "") if found else said
+        match = re.search(r"Row #(\d+): ", message)
+        row = f", row {int(match[1]) - 1}" if match else ""
+        message = message.replace(match[0], "") if match else message
         named = {".parquet": "Parquet", ".arrow": "Arrow"}.get(kind, "CSV")
-        raise protocols.DataError(f"{file}{row}: not a readable {named} file ({said})") from error
+        raise protocols.DataError(f"{file}{row}: not a readable {named} file ({message})") from error
 
 
 def _kind(file: Path) -> str:
@@ -294,10 +294,10 @@ def _shortest(kind: Any, value: Any) -> Any:
     return [_shortest(kind.value_type, item) for item in value] if hasattr(kind, "value_type") else value
 
 
-def _needed(names: Sequence[str], wanted: Sequence[str]) -> list[str] | None:
+def _needed(names: Sequence[str], columns: Sequence[str]) -> list[str] | None:
     """Returns the columns to read.
 
     None means all, which is used if one is missing: the error then names the existing ones.
     """
-    outer = list(dict.fromkeys(column if column in names else column.split(".")[0] for column in wanted))
+    outer = list(dict.fromkeys(column if column in names else column.split(".")[0] for column in columns))
     return outer if outer and all(name in names for name in outer) else None

@@ -127,5 +127,5 @@ class ActorClient:
     ) -> T:
         """Calls a method of the actor's protocol within `config.deadlines.<limit>`. See `Call` for `what`."""
         work = self._actor.call(method, *args, **kwargs)
-        asked = f"{self._subject}, asked to {what.format(*args, **kwargs)},"
-        return await deadlines.limited(self._limits, limit, work, asked)
+        subject = f"{self._subject}, asked to {what.format(*args, **kwargs)},"
+        return await deadlines.limited(self._limits, limit, work, subject)

@@ -22,10 +22,10 @@ def place(frames: Iterable[tuple[str, int | None]]) -> str:
       frames: File and line of each frame, innermost last.
     """
     foreign = tuple(f"{folder}{os.sep}" for folder in _FOREIGN)
-    own = [(file, line) for file, line in frames if os.path.isfile(file) and not file.startswith(foreign)]
-    if not own:
+    user_frames = [(file, line) for file, line in frames if os.path.isfile(file) and not file.startswith(foreign)]
+    if not user_frames:
         return ""
-    file, line = own[-1]
+    file, line = user_frames[-1]
     near = os.path.relpath(file)
     return f"{file if near.startswith('..') else near}, line {line}"
 
@@ -49,9 +49,9 @@ class UserExit(Exception):
 
 def exit_of(error: BaseException) -> UserExit:
     """Returns the error that stands for an exception of user code."""
-    made = UserExit(f"{type(error).__name__}: {error}")
-    made.__cause__ = error
-    return made
+    user_exit = UserExit(f"{type(error).__name__}: {error}")
+    user_exit.__cause__ = error
+    return user_exit
 
 
 def original(error: BaseException) -> BaseException:

@@ -34,13 +34,13 @@ def metrics_problem(metrics: object) -> str:
 
 def messages_problem(messages: object) -> str:
     """Returns what keeps an object from being a list of messages, and what one is; empty if it is one."""
-    wanted = "instead of a list of protocols.Message(role, content)"
+    expected = "instead of a list of protocols.Message(role, content)"
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        return f"{type(messages).__name__} {wanted}"
+        return f"{type(messages).__name__} {expected}"
     for message in messages:
         # By attributes and not by class, so that an environment's own kind of message will do.
         if not (hasattr(message, "role") and hasattr(message, "content")):
-            return f"a list of {type(message).__name__} {wanted}"
+            return f"a list of {type(message).__name__} {expected}"
         if not isinstance(message.role, str):
             return f"a message with the role {message.role!r}; a role is a string, such as 'user'"
         if not isinstance(message.content, str):
