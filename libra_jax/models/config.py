@@ -318,10 +318,10 @@ def load_preset(name: str, field: str = "model.preset") -> TransformerConfig:
     """
     names = preset_names()
     if name not in names:
-        by_lower, asked = {known.lower(): known for known in names}, name.lower().rpartition("/")[2]
+        by_lower, query = {preset.lower(): preset for preset in names}, name.lower().rpartition("/")[2]
         # A shortened name is nearer in meaning to what it begins than to a name with other digits.
-        longer = [known for known in by_lower if known.startswith(asked)]
-        near = difflib.get_close_matches(asked, longer or by_lower, n=1, cutoff=0.5)
+        longer = [preset for preset in by_lower if preset.startswith(query)]
+        near = difflib.get_close_matches(query, longer or by_lower, n=1, cutoff=0.5)
         hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
         raise ConfigError(f"config.{field}: {name!r} is not one of {', '.join(names)}{hint}")
     return from_hf(json.loads((_PRESETS / f"{name}.json").read_text()), f"preset {name}")
@@ -413,10 +413,10 @@ def _experts_from_hf(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Reads the experts; refuses layers without, which would not stack with the others."""
     # transformers 5 writes num_local_experts, which transformers 4 and vLLM call num_experts.
     named = "num_experts" if "num_experts" in values else "num_local_experts"
-    count, taken = _positive(values, named, source), _positive(values, "num_experts_per_tok", source)
+    count, per_token = _positive(values, named, source), _positive(values, "num_experts_per_tok", source)
     shared = "shared_expert_intermediate_size"
-    if taken > count:
-        raise DataError(f"{source}: num_experts_per_tok = {taken} is more than {named} = {count}.")
+    if per_token > count:
+        raise DataError(f"{source}: num_experts_per_tok = {per_token} is more than {named} = {count}.")
     if values.get("mlp_only_layers") or int(values.get("decoder_sparse_step") or 1) != 1:
         raise DataError(
             f"{source}: layers without experts among layers with them (mlp_only_layers, decoder_sparse_step) are not "
@@ -424,7 +424,7 @@ def _experts_from_hf(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     return {
         "num_experts": count,
-        "experts_per_token": taken,
+        "experts_per_token": per_token,
         "expert_intermediate_size": _positive(values, "moe_intermediate_size", source),
         "normalize_expert_shares": bool(values.get("norm_topk_prob", False)),
         "shared_expert_intermediate_size": _positive(values, shared, source) if values.get(shared) else 0,
@@ -493,9 +493,9 @@ def _rope_from_hf(values: Mapping[str, Any], max_positions: int, source: str) ->
     rope = dataclasses.replace(rope, original_max_positions=original)
     names = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_fast", "beta_slow")
     optional = () if kind == "llama3" else ("attention_factor", "mscale", "mscale_all_dim")
-    given = {name: float(merged[name]) for name in (*names, *optional) if merged.get(name) is not None}
+    parameters = {name: float(merged[name]) for name in (*names, *optional) if merged.get(name) is not None}
     truncate = bool(merged.get("truncate", True))
-    return dataclasses.replace(rope, truncate=truncate, **given)  # type: ignore[arg-type]
+    return dataclasses.replace(rope, truncate=truncate, **parameters)  # type: ignore[arg-type]
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:

@@ -139,13 +139,13 @@ class ContextHeads:
     """Key and value heads that devices of `context` send to each other, so that each can attend with its query heads.
 
     Attributes:
-      each: heads that one device is sent.
-      copies: heads in the order in which they are sent, `each` for each device in turn.
+      per_device: heads that one device is sent.
+      copies: heads in the order in which they are sent, `per_device` for each device in turn.
       of_query: for each device, the place among its heads of each query head's head; None if equally many query heads
         in a row share each head, as attention kernels take it.
     """
 
-    each: int
+    per_device: int
     copies: tuple[int, ...]
     of_query: tuple[tuple[int, ...], ...] | None
 
@@ -168,16 +168,20 @@ def context_heads(heads: int, kv_heads: int, context: int) -> ContextHeads:
       kv_heads: key and value heads of that shard.
       context: devices that a row is split over.
     """
-    group, own = heads // kv_heads, heads // context
-    needed = [[query // group for query in range(device * own, (device + 1) * own)] for device in range(context)]
-    each = max(of[-1] - of[0] + 1 for of in needed)
+    group, queries = heads // kv_heads, heads // context
+    needed = [
+        [query // group for query in range(device * queries, (device + 1) * queries)] for device in range(context)
+    ]
+    per_device = max(of[-1] - of[0] + 1 for of in needed)
     # A device that needs fewer is sent a further one, because an exchange has equal parts.
-    firsts = [min(of[0], kv_heads - each) for of in needed]
+    firsts = [min(of[0], kv_heads - per_device) for of in needed]
     places = tuple(tuple(head - first for head in of) for of, first in zip(needed, firsts, strict=True))
-    # Kernels take it that each head serves the next own / each queries.
-    even = own % each == 0 and set(places) == {tuple(query * each // own for query in range(own))}
-    copies = tuple(first + number for first in firsts for number in range(each))
-    return ContextHeads(each, copies, None if even else places)
+    # Kernels take it that each head serves the next `queries / per_device` query heads.
+    even = queries % per_device == 0 and set(places) == {
+        tuple(query * per_device // queries for query in range(queries))
+    }
+    copies = tuple(first + number for first in firsts for number in range(per_device))
+    return ContextHeads(per_device, copies, None if even else places)
 
 
 @dataclass(frozen=True)
@@ -220,10 +224,10 @@ def choose_attention(
     elif tokens % SPLASH_LANES:
         problems["splash"] = f"needs rows of a multiple of {SPLASH_LANES} tokens, not {tokens}"
     # JAX refuses cuDNN's packed layout below Hopper, and cuDNN's fused attention needs Ampere.
-    least, generation = ((9, 0), "Hopper") if packed else ((8, 0), "Ampere")
+    minimum, generation = ((9, 0), "Hopper") if packed else ((8, 0), "Ampere")
     if target.platform != "gpu":
         problems["cudnn"] = "needs a GPU"
-    elif target.capability is not None and target.capability < least:
+    elif target.capability is not None and target.capability < minimum:
         rows = "rows of several sequences" if packed else "rows of one sequence"
         problems["cudnn"] = f"needs an NVIDIA GPU of the {generation} generation or later for {rows}"
     elif dtype != "bfloat16" or head_dim > 128 or head_dim % 8:

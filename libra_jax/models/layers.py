@@ -24,11 +24,11 @@ class Sequences(NamedTuple):
 
     Attributes:
       segments_BxT: sequence of the row that a token belongs to, from 1; 0 is padding.
-      most: the most sequences of a row.
+      max_segments: the most sequences of a row.
     """
 
     segments_BxT: jax.Array
-    most: int
+    max_segments: int
 
 
 class Linear(nnx.Module):
@@ -66,8 +66,8 @@ class Linear(nnx.Module):
         x = x_BxTxD
         # Cast before it is gathered over `fsdp` and `context`, so that fewer bytes travel. Its gradient is summed over
         # the rows and split again.
-        whole = tuple(None if name == "embed" else name for name in self.names)
-        weight = sharding.reshard(self.weight[...].astype(x.dtype), whole, self.names)
+        gathered = tuple(None if name == "embed" else name for name in self.names)
+        weight = sharding.reshard(self.weight[...].astype(x.dtype), gathered, self.names)
         if sharding.ways("tensor") > 1 or sharding.ways("context") > 1:
             # With the token axis apart: the compiler only finds the reduce-scatter over it if nothing reshapes the sum,
             # and it would gather tokens that are split over `context` to join them with the rows.
@@ -91,12 +91,12 @@ class Linear(nnx.Module):
         assert self.lora_a is not None
         assert self.lora_b is not None
 
-        def whole(leaf: nnx.Param, names: tuple[str, str]) -> jax.Array:
+        def gather(leaf: nnx.Param, names: tuple[str, str]) -> jax.Array:
             gathered = tuple(None if name == "embed" else name for name in names)
             return sharding.reshard(leaf[...].astype(x_BxTxD.dtype), gathered, names)
 
-        a_RxD = whole(self.lora_a, ("rank", self.names[1]))
-        b_OxR = whole(self.lora_b, (self.names[0], "rank"))
+        a_RxD = gather(self.lora_a, ("rank", self.names[1]))
+        b_OxR = gather(self.lora_b, (self.names[0], "rank"))
         inner_BxTxR = jnp.einsum("btd,rd->btr", x_BxTxD, a_RxD)
         if self.names[0] == "embed":
             # `tensor` splits the columns of A: the sum is taken here, where it has rank columns and not D.
@@ -260,10 +260,10 @@ class SparseMLP(nnx.Module):
         self.shared_expert_gate = Linear(config.hidden_size, 1, False, ("router", "embed"), rngs) if shared else None
 
     def __call__(
-        self, x_BxTxD: jax.Array, given: router.Given | None, sequences: Sequences, kernel: str
+        self, x_BxTxD: jax.Array, routing: router.Given | None, sequences: Sequences, kernel: str
     ) -> tuple[jax.Array, router.Losses]:
         logits_BxTxE = self.gate(x_BxTxD)
-        chosen_BxTxK, share_BxTxK = router.choose(logits_BxTxE, self.experts_per_token, self.normalize, given)
+        chosen_BxTxK, share_BxTxK = router.choose(logits_BxTxE, self.experts_per_token, self.normalize, routing)
         of = self.experts
         weights = expert_rows.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
         losses = router.losses(logits_BxTxE, chosen_BxTxK, *sequences)
@@ -290,14 +290,14 @@ class DecoderLayer(nnx.Module):
         cos: jax.Array,
         sin: jax.Array,
         attend: attention.Attend,
-        given: router.Given | None,
+        routing: router.Given | None,
         sequences: Sequences,
         expert_kernel: str,
     ) -> tuple[jax.Array, router.Losses | None]:
         x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
         inner_BxTxD, losses = self.post_attention_layernorm(x_BxTxD), None
         if isinstance(self.mlp, SparseMLP):
-            mixed_BxTxD, losses = self.mlp(inner_BxTxD, given, sequences, expert_kernel)
+            mixed_BxTxD, losses = self.mlp(inner_BxTxD, routing, sequences, expert_kernel)
         else:
             mixed_BxTxD = self.mlp(inner_BxTxD)
         return sharding.constrain(x_BxTxD + mixed_BxTxD, sharding.RESIDUAL), losses

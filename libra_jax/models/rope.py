@@ -71,8 +71,8 @@ def _yarn(rope: model_config.RopeConfig, power: np.ndarray, head_dim: int) -> tu
     # As in transformers, 0.001 replaces a ramp of width 0, which would divide by zero.
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
     keep = 1 - np.clip(ramp, 0, 1)
-    stretched, kept = 1 / (np.float32(rope.factor) * power), 1 / power
-    inverse = (stretched * (1 - keep) + kept * keep).astype(np.float32)
+    stretched, unstretched = 1 / (np.float32(rope.factor) * power), 1 / power
+    inverse = (stretched * (1 - keep) + unstretched * keep).astype(np.float32)
 
     def slope(mscale: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0

@@ -75,8 +75,8 @@ def max_segments(columns: int, packed: bool) -> int:
 
 def segment_bounds(columns: int, packed: bool) -> tuple[int, ...]:
     """Returns the most sequences of a row in each of the programs of cuDNN's attention, ascending."""
-    most = max_segments(columns, packed)
-    return (FEW_SEGMENTS, most) if most > FEW_SEGMENTS else (most,)
+    limit = max_segments(columns, packed)
+    return (FEW_SEGMENTS, limit) if limit > FEW_SEGMENTS else (limit,)
 
 
 def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:
@@ -91,7 +91,8 @@ def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:
     row_of, start_of, segment_of = (np.full(count, -1, np.int64) for _ in range(3))
     blocks = -(-count // BLOCK)
     room = np.full(blocks * BLOCK, FULL)  # columns left in each open row
-    most = np.full(blocks, FULL)  # largest room of each block of rows: a batch may have 100,000 rows to look through
+    # Largest room of each block of rows: a batch may have 100,000 rows to look through.
+    largest_rooms = np.full(blocks, FULL)
     used = np.zeros(count, np.int64)  # columns and sequences of each open row
     segments = np.zeros(count, np.int64)
     length_of_row: list[int] = []
@@ -100,8 +101,8 @@ def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:
         # Sorted by length, so only sequences without columns follow.
         if need == 0:
             break
-        block = int((most >= need).argmax())
-        if most[block] >= need:
+        block = int((largest_rooms >= need).argmax())
+        if largest_rooms[block] >= need:
             row = block * BLOCK + int((room[block * BLOCK : (block + 1) * BLOCK] >= need).argmax())
         else:
             row, block = len(length_of_row), len(length_of_row) // BLOCK
@@ -112,7 +113,7 @@ def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:
         segment_of[index] = segments[row]  # from 1: 0 is padding
         length = length_of_row[row]
         room[row] = length - used[row] if segments[row] < max_segments(length, packed) else FULL
-        most[block] = room[block * BLOCK : (block + 1) * BLOCK].max()
+        largest_rooms[block] = room[block * BLOCK : (block + 1) * BLOCK].max()
     return Fit(row_of, start_of, segment_of, length_of_row)
 
 
@@ -126,5 +127,5 @@ def processed_columns(sequence_lengths: Sequence[int], shape: Shape) -> int:
     """
     columns = np.minimum(np.asarray(sequence_lengths, np.int64) - 1, shape.lengths[-1])
     rows = Counter(fit(columns, shape.lengths, shape.packed).length)
-    each = shape.rows_per_micro_batch
-    return sum(-(-count // each) * each * length for length, count in rows.items())
+    rows_per_micro_batch = shape.rows_per_micro_batch
+    return sum(-(-count // rows_per_micro_batch) * rows_per_micro_batch * length for length, count in rows.items())

@@ -113,7 +113,7 @@ class Transformer(nnx.Module):
         positions_BxT: jax.Array,
         segments_BxT: jax.Array,
         options: ComputeOptions,
-        given: router.Given | None,
+        routing: router.Given | None,
         lengths_BxM: jax.Array | None,
         until_BxT: jax.Array | None,
         tap: Tap | None = None,
@@ -140,14 +140,14 @@ class Transformer(nnx.Module):
         expert_kernel = feasibility.choose_experts(options.target, config.hidden_size, columns, options.compute_dtype)
         sequences = layers.Sequences(segments_BxT, rows.max_segments(segments_BxT.shape[1], options.packed))
 
-        def layer(x_BxTxD: jax.Array, own: Scanned) -> tuple[jax.Array, router.Losses | None]:
-            state, experts_BxTxK = own
+        def layer(x_BxTxD: jax.Array, inputs: Scanned) -> tuple[jax.Array, router.Losses | None]:
+            state, experts_BxTxK = inputs
             # Here and not on the stack, so that the gradients of one layer at a time exist.
             state = state if tap is None else tap(state)
             if options.remat == "offload":
                 x_BxTxD = checkpoint_name(x_BxTxD, LAYER_INPUT)
-            own_given = None if given is None else given._replace(experts=experts_BxTxK)
-            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, own_given, sequences, expert_kernel)
+            layer_routing = None if routing is None else routing._replace(experts=experts_BxTxK)
+            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, layer_routing, sequences, expert_kernel)
 
         scanned: Callable[[jax.Array, Scanned], tuple[jax.Array, router.Losses | None]] = layer
         if options.remat != "none":
@@ -166,7 +166,7 @@ class Transformer(nnx.Module):
             # A scan already prevents the merging of both passes that prevent_cse guards against.
             scanned = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
-        experts_LxBxTxK = None if given is None else jnp.moveaxis(given.experts, 2, 0)
+        experts_LxBxTxK = None if routing is None else jnp.moveaxis(routing.experts, 2, 0)
         # Not with rematerialisation: outside a loop, the compiler could merge the second computation with the first.
         unroll = options.target.platform == "cpu" and options.remat == "none" and config.num_layers <= UNROLLED_LAYERS
         x_BxTxD, losses = jax.lax.scan(scanned, x_BxTxD, Scanned(stacked, experts_LxBxTxK), unroll=unroll or 1)
@@ -191,8 +191,8 @@ def init_params(config: model_config.TransformerConfig, key: jax.Array, dtype: s
     def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         """Scales projections and tables, which the modules draw at unit scale; keeps norms and biases."""
         module, kind = path[-2].key, path[-1].key
-        drawn = kind == "weight" and "norm" not in module
-        return (config.initializer_range * leaf if drawn else leaf).astype(dtype)
+        is_random = kind == "weight" and "norm" not in module
+        return (config.initializer_range * leaf if is_random else leaf).astype(dtype)
 
     return jax.tree_util.tree_map_with_path(scaled, params)
 
@@ -204,13 +204,13 @@ def forward(
     tokens_BxT: jax.Array,
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
-    given: router.Given | None = None,
+    routing: router.Given | None = None,
     lengths_BxM: jax.Array | None = None,
     until_BxT: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the hidden states after the final norm, as `forward_and_losses`."""
     arrays = tokens_BxT, positions_BxT, segments_BxT
-    return forward_and_losses(params, config, options, *arrays, given, lengths_BxM, until_BxT)[0]
+    return forward_and_losses(params, config, options, *arrays, routing, lengths_BxM, until_BxT)[0]
 
 
 def forward_and_losses(
@@ -220,7 +220,7 @@ def forward_and_losses(
     tokens_BxT: jax.Array,
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
-    given: router.Given | None = None,
+    routing: router.Given | None = None,
     lengths_BxM: jax.Array | None = None,
     until_BxT: jax.Array | None = None,
     tap: Tap | None = None,
@@ -235,7 +235,7 @@ def forward_and_losses(
       positions_BxT: int, position of each token in its own context.
       segments_BxT: int, sequence of the row that a token belongs to; 0 is padding. A token attends to itself and to
         earlier tokens of its sequence, in a tree to those whose subtree it is in.
-      given: experts of a mixture's tokens in all layers, chosen elsewhere; None: the routers choose.
+      routing: experts of a mixture's tokens in all layers, chosen elsewhere; None: the routers choose.
       lengths_BxM: int32 tokens of each sequence of a row, for cuDNN's attention (`attention.prepare`).
       until_BxT: int32 end of each token's subtree, in rows of trees (`attention.prepare`).
       tap: goes over the parameters of each layer, not over those outside the layers.
@@ -246,7 +246,9 @@ def forward_and_losses(
     graph, state = _abstract(config)
     state = nnx.clone(state)
     nnx.replace_by_pure_dict(state, dict(lora.spread(params, config)))
-    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, given, lengths_BxM, until_BxT, tap)
+    return nnx.merge(graph, state)(
+        tokens_BxT, positions_BxT, segments_BxT, options, routing, lengths_BxM, until_BxT, tap
+    )
 
 
 def unembedding(params: Params, config: model_config.TransformerConfig) -> jax.Array:
@@ -270,15 +272,15 @@ def abstract_params(config: model_config.TransformerConfig, dtype: str = "float3
 def shardings(config: model_config.TransformerConfig, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Any:
     """Returns a NamedSharding for each parameter on the mesh (`models.sharding`), in the parameters' nesting."""
     _, state = _abstract(config)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(state):
         *parents, name = (str(part) for part in path)
         # The modules name the axes of one layer; the stacked leaves have one more.
         stacked = ("layers",) if parents[0] == "layers" else ()
-        module = functools.reduce(lambda tree, part: tree.setdefault(part, {}), parents, found)
+        module = functools.reduce(lambda tree, part: tree.setdefault(part, {}), parents, result)
         spec = sharding.spec((*stacked, *variable.get_metadata("logical_axes")))
         module[name] = jax.sharding.NamedSharding(mesh, spec)
-    return found
+    return result
 
 
 @functools.lru_cache(maxsize=32)

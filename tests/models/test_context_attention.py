@@ -122,8 +122,10 @@ def test_each_device_gets_the_key_heads_of_its_queries_and_no_more():
         sent = feasibility.context_heads(heads, kv_heads, context)
         own, group = heads // context, heads // kv_heads
         for device in range(context):
-            places = sent.of_query[device] if sent.of_query else [query * sent.each // own for query in range(own)]
-            held = sent.copies[device * sent.each :][: sent.each]
+            places = (
+                sent.of_query[device] if sent.of_query else [query * sent.per_device // own for query in range(own)]
+            )
+            held = sent.copies[device * sent.per_device :][: sent.per_device]
             assert [held[place] for place in places] == [(device * own + query) // group for query in range(own)]
 
 

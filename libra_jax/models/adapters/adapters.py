@@ -69,8 +69,8 @@ def adapted(shape: model_config.TransformerConfig, lora: run_config.LoraConfig) 
     layers = lora.layers or tuple(range(shape.num_layers))
     # In one order, so that the order of the config's tuple names no other model.
     targets = tuple(name for name in run_config.PROJECTIONS if name in lora.targets)
-    made = model_config.AdapterConfig(lora.rank, lora.alpha, targets, layers)
-    return dataclasses.replace(shape, adapter=made)
+    adapter = model_config.AdapterConfig(lora.rank, lora.alpha, targets, layers)
+    return dataclasses.replace(shape, adapter=adapter)
 
 
 def parameter_count(config: model_config.TransformerConfig) -> int:
@@ -113,20 +113,20 @@ def check_directory(config: model_config.TransformerConfig, directory: pathlib.P
         _check_description(config, directory / CONFIG_FILE)
         if not file.is_file():
             raise DataError(f"{file}: missing; give the directory of a PEFT adapter.")
-        found = weight_files.read_header(file)
+        shapes = weight_files.read_header(file)
         for entry in hf_names.adapter_map(config):
-            shape = found.pop(f"{PREFIX}{entry.hf_name}", None)
+            shape = shapes.pop(f"{PREFIX}{entry.hf_name}", None)
             if shape != entry.shape:
                 raise DataError(f"{file}: {PREFIX}{entry.hf_name} has shape {shape}, not {entry.shape}.")
-        if found:
-            raise DataError(f"{file}: {min(found)} has no place in the adapter that config.model.lora describes.")
+        if shapes:
+            raise DataError(f"{file}: {min(shapes)} has no place in the adapter that config.model.lora describes.")
     except DataError as error:
         raise DataError(f"config.model.lora.path: {error}") from None
 
 
 def _check_description(config: model_config.TransformerConfig, file: pathlib.Path) -> None:
     """Checks that a PEFT file describes the adapter of `config`."""
-    wanted = to_peft(config, "")
+    description = to_peft(config, "")
     try:
         values = json.loads(checksums.read_bytes(file))
     except (OSError, ValueError) as error:
@@ -138,14 +138,17 @@ def _check_description(config: model_config.TransformerConfig, file: pathlib.Pat
     # PEFT takes one layer's number for a list of it, and none for all.
     values = {**values, "layers_to_transform": [layers] if isinstance(layers, int) else layers or None}
     if values["layers_to_transform"] is not None:
-        wanted["layers_to_transform"] = list(config.adapter.layers)
+        description["layers_to_transform"] = list(config.adapter.layers)
     settings = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "layers_to_transform": "layers"}
     for name, setting in settings.items():
-        found, expected = values.get(name), wanted[name]
+        actual, expected = values.get(name), description[name]
         if isinstance(expected, list):
-            found, expected = sorted(found, key=str) if isinstance(found, list) else found, sorted(expected, key=str)
-        if found != expected:
-            raise DataError(f"{file}: {name} is {found}, and config.model.lora.{setting} asks for {expected}.")
+            actual, expected = (
+                sorted(actual, key=str) if isinstance(actual, list) else actual,
+                sorted(expected, key=str),
+            )
+        if actual != expected:
+            raise DataError(f"{file}: {name} is {actual}, and config.model.lora.{setting} asks for {expected}.")
     init = values.get("init_lora_weights", True)
     if not isinstance(init, bool) and str(init).lower() not in _BASE_KEEPING_INITS:
         raise DataError(
@@ -154,7 +157,7 @@ def _check_description(config: model_config.TransformerConfig, file: pathlib.Pat
         )
     # A field that is not named here may change what the tensors mean, so only its absence is right.
     for name, value in values.items():
-        if name in wanted and name not in _CHECKED_APART and value != wanted[name]:
-            raise DataError(f"{file}: {name} = {value!r} is not supported; supported is {wanted[name]!r}.")
-        if name not in wanted and name not in _HARMLESS and value not in (None, False, {}, [], ""):
+        if name in description and name not in _CHECKED_APART and value != description[name]:
+            raise DataError(f"{file}: {name} = {value!r} is not supported; supported is {description[name]!r}.")
+        if name not in description and name not in _HARMLESS and value not in (None, False, {}, [], ""):
             raise DataError(f"{file}: {name} = {value!r:.80} is not supported; train a plain adapter without it.")

@@ -37,9 +37,9 @@ def split(tree: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
     rest: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            for part, whole in zip(split(value), (adapter, rest), strict=True):
+            for part, target in zip(split(value), (adapter, rest), strict=True):
                 if part:
-                    whole[key] = part
+                    target[key] = part
         else:
             (adapter if key in LEAVES else rest)[key] = value
     return adapter, rest
@@ -81,9 +81,9 @@ def saveable(adapter: model_config.AdapterConfig | None, products: Saveable) -> 
         return products
 
     def keep(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
-        kept = bool(products(primitive, *arrays, **parameters))
-        if not kept or "dimension_numbers" not in parameters:
-            return kept
+        is_product = bool(products(primitive, *arrays, **parameters))
+        if not is_product or "dimension_numbers" not in parameters:
+            return is_product
         (axes, _), _ = parameters["dimension_numbers"]
         return [arrays[0].shape[axis] for axis in axes] != [adapter.rank]
 
@@ -124,16 +124,16 @@ def merged(base: Tree, adapter: Tree, config: model_config.TransformerConfig, dt
     scale, layers = config.adapter.scale, np.array(config.adapter.layers)
 
     def add(base: Tree, adapter: Tree) -> Tree:
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for key, value in base.items():
             if isinstance(value, Mapping):
-                found[key] = value if key.endswith("norm") else add(value, adapter.get(key, {}))
+                result[key] = value if key.endswith("norm") else add(value, adapter.get(key, {}))
             elif key == "weight" and LEAVES[0] in adapter:
                 a, b = (adapter[name].astype(jnp.float32) for name in LEAVES)
                 product = jnp.einsum("kor,kri->koi", b, a, precision="highest")
-                found[key] = value.astype(jnp.float32).at[layers].add(scale * product).astype(dtype)
+                result[key] = value.astype(jnp.float32).at[layers].add(scale * product).astype(dtype)
             else:
-                found[key] = value.astype(dtype)
-        return found
+                result[key] = value.astype(dtype)
+        return result
 
     return add(base, adapter)

@@ -40,10 +40,10 @@ def save(adapter: Any, config: model_config.TransformerConfig, directory: pathli
         if jax.process_index() != 0:
             return
         # An adapter is small, so the host holds it whole.
-        held = jax.tree.unflatten(structure, [np.asarray(leaf, np.float32) for leaf in gathered])
+        host_tree = jax.tree.unflatten(structure, [np.asarray(leaf, np.float32) for leaf in gathered])
     tensors = {}
     for entry in hf_names.adapter_map(config):
-        stacked = functools.reduce(lambda tree, key: tree[key], entry.path, held)
+        stacked = functools.reduce(lambda tree, key: tree[key], entry.path, host_tree)
         tensors[f"{adapters.PREFIX}{entry.hf_name}"] = np.ascontiguousarray(stacked[entry.layer])
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -80,8 +80,8 @@ def load(directory: str | pathlib.Path, config: model_config.TransformerConfig, 
     for entry in hf_names.adapter_map(config):
         stacks.setdefault(entry.path, []).append(tensors[f"{adapters.PREFIX}{entry.hf_name}"])
 
-    def placed(path: tuple[Any, ...], place: jax.ShapeDtypeStruct) -> jax.Array:
-        whole = np.stack(stacks[tuple(key.key for key in path)]).astype(place.dtype)
-        return jax.make_array_from_callback(place.shape, place.sharding, whole.__getitem__)
+    def make_array(path: tuple[Any, ...], place: jax.ShapeDtypeStruct) -> jax.Array:
+        array = np.stack(stacks[tuple(key.key for key in path)]).astype(place.dtype)
+        return jax.make_array_from_callback(place.shape, place.sharding, array.__getitem__)
 
-    return jax.tree_util.tree_map_with_path(placed, places)
+    return jax.tree_util.tree_map_with_path(make_array, places)

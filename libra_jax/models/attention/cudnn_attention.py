@@ -51,14 +51,14 @@ def takes_grouped() -> bool:
     return jax.__version_info__ >= (0, 11, 1)
 
 
-def sequence_lengths(segments_BxT: jax.Array, most: int) -> jax.Array:
+def sequence_lengths(segments_BxT: jax.Array, max_segments: int) -> jax.Array:
     """Returns the tokens of each sequence, int32 [B, M]; 0 for sequences that do not exist.
 
     Args:
       segments_BxT: int; the sequences of a row are numbered from 1; 0 is padding.
-      most: M, at least the largest number (static).
+      max_segments: M, at least the largest number (static).
     """
-    return (segments_BxT[:, None, :] == jnp.arange(1, most + 1)[:, None]).sum(-1, dtype=jnp.int32)
+    return (segments_BxT[:, None, :] == jnp.arange(1, max_segments + 1)[:, None]).sum(-1, dtype=jnp.int32)
 
 
 def layout(lengths_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:

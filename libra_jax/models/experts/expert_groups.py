@@ -59,23 +59,23 @@ def part_rows(rows: float, alone: bool) -> int:
       rows: expected rows of a device's experts, if all are taken equally often.
       alone: the device has all experts, so it has no other number of rows.
     """
-    wanted = rows if alone else rows / PARTS
-    return feasibility.GROUPED_STEP * math.ceil(min(wanted, MOST_ROWS) / feasibility.GROUPED_STEP)
+    part_size = rows if alone else rows / PARTS
+    return feasibility.GROUPED_STEP * math.ceil(min(part_size, MOST_ROWS) / feasibility.GROUPED_STEP)
 
 
-def mixed(x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, own: Weights, rows: float) -> jax.Array:
+def mixed(x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, weights: Weights, rows: float) -> jax.Array:
     """Returns this device's experts' part of the sum, float32 [N, D]. See `expert_tiles.mixed`."""
 
     def compute(part: Part) -> jax.Array:
-        hidden_SxF, *_ = _hidden(x_NxD[part.token_S], own, part.counts_E)
-        out_SxD = grouped_products.by_rows(hidden_SxF, own.down_ExDxF, part.counts_E)
+        hidden_SxF, *_ = _hidden(x_NxD[part.token_S], weights, part.counts_E)
+        out_SxD = grouped_products.by_rows(hidden_SxF, weights.down_ExDxF, part.counts_E)
         return _summed(out_SxD, part, share_NxK)
 
-    return _over_parts(chosen_NxK, len(own.gate_ExFxD), rows, compute)
+    return _over_parts(chosen_NxK, len(weights.gate_ExFxD), rows, compute)
 
 
 def mixed_gradients(
-    x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, grad_NxD: jax.Array, own: Weights, rows: float
+    x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, grad_NxD: jax.Array, weights: Weights, rows: float
 ) -> tuple[jax.Array, jax.Array, Weights]:
     """Returns the gradients of `mixed`, float32, with the hidden values computed again."""
     share_R, dtype = share_NxK.reshape(-1), x_NxD.dtype
@@ -85,9 +85,9 @@ def mixed_gradients(
         in_SxD = x_NxD[part.token_S]
         # Rows of no expert may be padding, whose gradient may be anything, and `outer` takes finite numbers alone.
         grad_SxD = jnp.where(part.exists_S[:, None], grad_NxD[part.token_S], 0.0).astype(dtype)
-        hidden_SxF, gate_SxF, up_SxF = _hidden(in_SxD, own, counts_E)
+        hidden_SxF, gate_SxF, up_SxF = _hidden(in_SxD, weights, counts_E)
         # Before the share, so that its own gradient needs no other product.
-        back_SxF = grouped_products.by_columns(grad_SxD, own.down_ExDxF, counts_E).astype(jnp.float32)
+        back_SxF = grouped_products.by_columns(grad_SxD, weights.down_ExDxF, counts_E).astype(jnp.float32)
         share_S = share_R[part.row_S, None]
         share_grad_S = jnp.sum(back_SxF * hidden_SxF, axis=-1)
         activated_SxF, slope = jax.vjp(jax.nn.silu, gate_SxF)
@@ -99,18 +99,19 @@ def mixed_gradients(
             grouped_products.outer(up_grad_SxF, in_SxD, counts_E),
             grouped_products.outer((grad_SxD * share_S).astype(dtype), hidden_SxF, counts_E),
         )
-        in_grad_SxD = grouped_products.by_columns(gate_grad_SxF, own.gate_ExFxD, counts_E)
-        in_grad_SxD += grouped_products.by_columns(up_grad_SxF, own.up_ExFxD, counts_E)
+        in_grad_SxD = grouped_products.by_columns(gate_grad_SxF, weights.gate_ExFxD, counts_E)
+        in_grad_SxD += grouped_products.by_columns(up_grad_SxF, weights.up_ExFxD, counts_E)
         share_grad_NxK = jnp.where(part.inside_NxK, share_grad_S[part.place_NxK], 0.0)
         return _summed(in_grad_SxD, part), share_grad_NxK, _floats(weight_grads)
 
-    return _over_parts(chosen_NxK, len(own.gate_ExFxD), rows, compute)
+    return _over_parts(chosen_NxK, len(weights.gate_ExFxD), rows, compute)
 
 
-def _hidden(in_SxD: jax.Array, own: Weights, counts_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _hidden(in_SxD: jax.Array, weights: Weights, counts_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the hidden values of a part's rows in the compute dtype, and their two factors in float32."""
     gate_SxF, up_SxF = (
-        grouped_products.by_rows(in_SxD, leaf, counts_E).astype(jnp.float32) for leaf in (own.gate_ExFxD, own.up_ExFxD)
+        grouped_products.by_rows(in_SxD, leaf, counts_E).astype(jnp.float32)
+        for leaf in (weights.gate_ExFxD, weights.up_ExFxD)
     )
     return (jax.nn.silu(gate_SxF) * up_SxF).astype(in_SxD.dtype), gate_SxF, up_SxF
 

@@ -86,15 +86,15 @@ def balanced_iterations(rows: float, experts: int) -> float:
     return math.ceil((rows / tile_rows(rows, experts) + experts / 2) / TILES_AT_ONCE)
 
 
-def _tiles(chosen_MxK: jax.Array, own: Weights, rows: float) -> Tiles:
+def _tiles(chosen_MxK: jax.Array, weights: Weights, rows: float) -> Tiles:
     """Sorts the rows of this device's experts.
 
     Args:
       chosen_MxK: the experts of each token.
-      own: weights of this device's experts.
+      weights: weights of this device's experts.
       rows: expected rows of this device's experts, if all are taken equally often.
     """
-    experts = own.gate_ExFxD.shape[0]
+    experts = weights.gate_ExFxD.shape[0]
     order_R, counts_E = expert_rows.by_expert(chosen_MxK, experts)
     size = tile_rows(rows, experts)
     order_R = jnp.pad(order_R, (0, size))  # a tile may reach over the end
@@ -115,36 +115,36 @@ def _over_tiles(tiles: Tiles, add: Callable[[Carry, Tile], Carry], carry: Carry)
 
     def several(group: jax.Array, carry: Carry) -> Carry:
         return jax.lax.fori_loop(
-            0, TILES_AT_ONCE, lambda number, held: one(group * TILES_AT_ONCE + number, held), carry
+            0, TILES_AT_ONCE, lambda number, inner_carry: one(group * TILES_AT_ONCE + number, inner_carry), carry
         )
 
     with jax.named_scope(expert_rows.SCOPE):
         return jax.lax.fori_loop(0, -(-tiles.ends_E[-1] // TILES_AT_ONCE), several, carry)
 
 
-def mixed(x_MxD: jax.Array, share_MxK: jax.Array, chosen_MxK: jax.Array, own: Weights, rows: float) -> jax.Array:
+def mixed(x_MxD: jax.Array, share_MxK: jax.Array, chosen_MxK: jax.Array, weights: Weights, rows: float) -> jax.Array:
     """Returns this device's experts' part of the sum, float32 [tokens, D]."""
     share_R = share_MxK.reshape(-1)
 
     def add(total_MxD: jax.Array, tile: Tile) -> jax.Array:
-        hidden_MxF, *_ = _hidden(x_MxD[tile.token_M], own, tile.expert)
-        out_MxD = _times(hidden_MxF, own.down_ExDxF[tile.expert].T) * share_R[tile.row_M, None]
+        hidden_MxF, *_ = _hidden(x_MxD[tile.token_M], weights, tile.expert)
+        out_MxD = _times(hidden_MxF, weights.down_ExDxF[tile.expert].T) * share_R[tile.row_M, None]
         return total_MxD.at[tile.token_M].add(jnp.where(tile.valid_M[:, None], out_MxD, 0.0))
 
-    return _over_tiles(_tiles(chosen_MxK, own, rows), add, jnp.zeros(x_MxD.shape, jnp.float32))
+    return _over_tiles(_tiles(chosen_MxK, weights, rows), add, jnp.zeros(x_MxD.shape, jnp.float32))
 
 
 def mixed_gradients(
-    x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, grad_NxD: jax.Array, own: Weights, rows: float
+    x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, grad_NxD: jax.Array, weights: Weights, rows: float
 ) -> tuple[jax.Array, jax.Array, Weights]:
     """Returns the gradients of `mixed`, float32, tile by tile with the hidden values computed again."""
     share_R, dtype = share_NxK.reshape(-1), x_NxD.dtype
 
     def add(sums: tuple[jax.Array, jax.Array, Weights], tile: Tile) -> tuple[jax.Array, jax.Array, Weights]:
         x_grad_NxD, share_grad_R, weight_grads = sums
-        gate_FxD, up_FxD, down_DxF = (leaf[tile.expert] for leaf in own)
+        gate_FxD, up_FxD, down_DxF = (leaf[tile.expert] for leaf in weights)
         in_MxD = x_NxD[tile.token_M]
-        hidden_MxF, gate_MxF, up_MxF = _hidden(in_MxD, own, tile.expert)
+        hidden_MxF, gate_MxF, up_MxF = _hidden(in_MxD, weights, tile.expert)
         # Rows of no expert have no gradient, and with it none of what follows.
         grad_MxD = jnp.where(tile.valid_M[:, None], grad_NxD[tile.token_M], 0.0)
         # Before the share, so that its own gradient needs no other product.
@@ -165,8 +165,8 @@ def mixed_gradients(
         )
 
     zeros = jnp.zeros(x_NxD.shape, jnp.float32), jnp.zeros(share_R.shape, jnp.float32)
-    empty = Weights(*(jnp.zeros(leaf.shape, jnp.float32) for leaf in own))
-    x_grad_NxD, share_grad_R, weight_grads = _over_tiles(_tiles(chosen_NxK, own, rows), add, (*zeros, empty))
+    empty = Weights(*(jnp.zeros(leaf.shape, jnp.float32) for leaf in weights))
+    x_grad_NxD, share_grad_R, weight_grads = _over_tiles(_tiles(chosen_NxK, weights, rows), add, (*zeros, empty))
     return x_grad_NxD, share_grad_R.reshape(share_NxK.shape), weight_grads
 
 
@@ -175,7 +175,7 @@ def _times(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
-def _hidden(in_MxD: jax.Array, own: Weights, expert: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _hidden(in_MxD: jax.Array, weights: Weights, expert: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the hidden values of a tile's rows in the compute dtype, and their two factors in float32."""
-    gate_MxF, up_MxF = (_times(in_MxD, leaf[expert].T) for leaf in (own.gate_ExFxD, own.up_ExFxD))
+    gate_MxF, up_MxF = (_times(in_MxD, leaf[expert].T) for leaf in (weights.gate_ExFxD, weights.up_ExFxD))
     return (jax.nn.silu(gate_MxF) * up_MxF).astype(in_MxD.dtype), gate_MxF, up_MxF

@@ -91,15 +91,15 @@ mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _forward(kernel: str, x: jax.Array, share: jax.Array, chosen: jax.Array, *weights: jax.Array) -> jax.Array:
-    own, tokens = _whole(weights, x.dtype), (_flat(x), _flat(share), _flat(chosen))
+    local_weights, tokens = _whole(weights, x.dtype), (_flat(x), _flat(share), _flat(chosen))
     mixed = expert_groups.mixed if kernel == "groups" else expert_tiles.mixed
 
     def compute(exchange: Exchange) -> jax.Array:
         x_MxD, share_MxK = exchange.bring(tokens[0]), exchange.bring(tokens[1])
-        part_MxD = mixed(x_MxD, share_MxK, exchange.bring_experts(tokens[2]), own, exchange.rows)
+        part_MxD = mixed(x_MxD, share_MxK, exchange.bring_experts(tokens[2]), local_weights, exchange.rows)
         return exchange.take_back(part_MxD.astype(x.dtype))
 
-    return _exchanged(tokens[2], own.gate_ExFxD.shape[0], compute).reshape(x.shape)
+    return _exchanged(tokens[2], local_weights.gate_ExFxD.shape[0], compute).reshape(x.shape)
 
 
 def _backward(
@@ -107,20 +107,20 @@ def _backward(
 ) -> tuple[jax.Array, ...]:
     """Returns the gradients of `x`, the shares and the weights."""
     *weights, grad = rest
-    own, tokens = _whole(weights, x.dtype), (_flat(x), _flat(share), _flat(chosen), _flat(grad))
+    local_weights, tokens = _whole(weights, x.dtype), (_flat(x), _flat(share), _flat(chosen), _flat(grad))
     gradients = expert_groups.mixed_gradients if kernel == "groups" else expert_tiles.mixed_gradients
 
     def compute(exchange: Exchange) -> tuple[jax.Array, jax.Array, Weights]:
         x_MxD, share_MxK, grad_MxD = (exchange.bring(tokens[place]) for place in (0, 1, 3))
         brought = exchange.bring_experts(tokens[2])
-        x_grad_MxD, share_grad_MxK, grads = gradients(x_MxD, share_MxK, brought, grad_MxD, own, exchange.rows)
+        x_grad_MxD, share_grad_MxK, grads = gradients(x_MxD, share_MxK, brought, grad_MxD, local_weights, exchange.rows)
         return (
             exchange.take_back(x_grad_MxD.astype(x.dtype)),
             exchange.take_back(share_grad_MxK.astype(share.dtype)),
             grads,
         )
 
-    x_grad_NxD, share_grad_NxK, grads = _exchanged(tokens[2], own.gate_ExFxD.shape[0], compute)
+    x_grad_NxD, share_grad_NxK, grads = _exchanged(tokens[2], local_weights.gate_ExFxD.shape[0], compute)
     scattered = map(collectives.reduce_scatter, grads, ("context",) * 3, _WIDTH)
     return (
         x_grad_NxD.reshape(x.shape),

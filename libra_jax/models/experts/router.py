@@ -36,7 +36,7 @@ class Given(NamedTuple):
 
 
 def choose(
-    logits_BxTxE: jax.Array, count: int, normalize: bool, given: Given | None = None
+    logits_BxTxE: jax.Array, count: int, normalize: bool, routing: Given | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the experts of each token, int32 [B, T, K], and their shares, float32 [B, T, K].
 
@@ -46,13 +46,13 @@ def choose(
       logits_BxTxE: the router's logits.
       count: K.
       normalize: True if the shares of a token sum to 1. If False, they are probabilities among all experts.
-      given: experts of this layer to take in place of the router's own.
+      routing: experts of this layer to take in place of the router's own.
     """
     logits_BxTxE = logits_BxTxE.astype(jnp.float32)
     _, chosen_BxTxK = jax.lax.top_k(logits_BxTxE, count)
-    if given is not None:
-        theirs_BxTxK = given.experts.astype(chosen_BxTxK.dtype)
-        chosen_BxTxK = jnp.where(given.known_BxT[..., None], theirs_BxTxK, chosen_BxTxK)
+    if routing is not None:
+        theirs_BxTxK = routing.experts.astype(chosen_BxTxK.dtype)
+        chosen_BxTxK = jnp.where(routing.known_BxT[..., None], theirs_BxTxK, chosen_BxTxK)
     logits_BxTxK = jnp.take_along_axis(logits_BxTxE, chosen_BxTxK, axis=-1)
     if normalize:
         # Not the probabilities over their sum: for improbable experts, both underflow to 0.
@@ -60,7 +60,7 @@ def choose(
     return chosen_BxTxK, jnp.exp(logits_BxTxK - jax.nn.logsumexp(logits_BxTxE, axis=-1, keepdims=True))
 
 
-def losses(logits_BxTxE: jax.Array, chosen_BxTxK: jax.Array, segments_BxT: jax.Array, most: int) -> Losses:
+def losses(logits_BxTxE: jax.Array, chosen_BxTxK: jax.Array, segments_BxT: jax.Array, max_segments: int) -> Losses:
     """Returns the losses of one layer's router, float32.
 
     The balance is that of each sequence (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20), so that any split of a
@@ -70,11 +70,11 @@ def losses(logits_BxTxE: jax.Array, chosen_BxTxK: jax.Array, segments_BxT: jax.A
       logits_BxTxE: the router's logits.
       chosen_BxTxK: the experts of each token.
       segments_BxT: sequence of the row that a token belongs to, from 1; 0 is padding, whose balance is 0.
-      most: S, the most sequences of a row.
+      max_segments: S, the most sequences of a row.
     """
     logits_BxTxE = logits_BxTxE.astype(jnp.float32)
     count, of_token = logits_BxTxE.shape[-1], chosen_BxTxK.shape[-1]
-    of_BxTxS = (segments_BxT[..., None] == jnp.arange(1, most + 1)).astype(jnp.float32)
+    of_BxTxS = (segments_BxT[..., None] == jnp.arange(1, max_segments + 1)).astype(jnp.float32)
     tokens_BxS = jnp.maximum(of_BxTxS.sum(axis=1), 1.0)
     taken_BxTxE = (chosen_BxTxK[..., None] == jnp.arange(count)).any(axis=2).astype(jnp.float32)
 

@@ -95,12 +95,12 @@ def parts(blocks: Iterable[Block]) -> Iterator[tuple[Start, np.ndarray]]:
     """Yields the place in its leaf of each part of the blocks, and the part on the CPU."""
     for _, pieces in blocks:
         for piece in pieces:
-            held = piece.data.ndim == len(piece.starts[0])
+            is_single = piece.data.ndim == len(piece.starts[0])
             array = piece.data
-            if held:
+            if is_single:
                 # JAX keeps a view of the host with an array, and the view would hinder the leaf's donation.
                 array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
-            data = np.asarray(array)[None] if held else np.asarray(array)
+            data = np.asarray(array)[None] if is_single else np.asarray(array)
             yield from zip(piece.starts, data, strict=True)
             del data  # a view would keep the block in memory while the next one is launched
 
@@ -119,15 +119,15 @@ def _ahead(launched: Iterator[Block]) -> Iterator[Block]:
 
 def _launched(requests: Sequence[Request], block_bytes: int, to_host: bool) -> Iterator[Block]:
     # By the leaf's identity: requests for its layers share them.
-    held: dict[int, list[Piece] | None] = {}
+    host_pieces: dict[int, list[Piece] | None] = {}
     plans: dict[int, _Plan] = {}
     for number, request in enumerate(requests):
         leaf = request.leaf
         if leaf.is_deleted():
             raise LibraError(f"an array of shape {leaf.shape} was donated before it was read")
-        if to_host and id(leaf) not in held:
-            held[id(leaf)] = _in_host_memory(leaf)
-        if (pieces := held.get(id(leaf))) is not None:
+        if to_host and id(leaf) not in host_pieces:
+            host_pieces[id(leaf)] = _in_host_memory(leaf)
+        if (pieces := host_pieces.get(id(leaf))) is not None:
             yield number, pieces
             continue
         if id(leaf) not in plans:
@@ -149,8 +149,8 @@ def _in_host_memory(leaf: jax.Array) -> list[Piece] | None:
         return None
     if jax.process_index() != 0:
         return []
-    found = {places[shard.device]: shard.data for shard in leaf.addressable_shards}
-    return [Piece((start,), data) for start, data in found.items()]
+    shards = {places[shard.device]: shard.data for shard in leaf.addressable_shards}
+    return [Piece((start,), data) for start, data in shards.items()]
 
 
 class _Plan:
@@ -200,13 +200,13 @@ class _Plan:
             # Waiting bounds the blocks in flight, because nobody reads them here.
             jax.block_until_ready(block)
             return []
-        pieces, seen = [], set()
+        pieces, launched_starts = [], set()
         for shard in block.addressable_shards:
             starts = tuple((start[0] + first, *start[1:]) for start in self._peers[shard.device])
             # Several devices may hold the same parts: one copy is enough.
-            if starts in seen:
+            if starts in launched_starts:
                 continue
-            seen.add(starts)
+            launched_starts.add(starts)
             data, device = shard.data, shard.device
             # A device with memory of its own starts the copy to the host here; the reader waits for it.
             leaves = self._to_host and device.platform != "cpu"
@@ -268,7 +268,11 @@ def _split_mesh(mesh: Mesh) -> Mesh:
         inner.insert(0, math.gcd(size, rest))
         rest //= inner[0]
     for sizes in (inner, [1] * len(inner)):
-        shape = [part for size, own in zip(mesh.devices.shape, sizes, strict=True) for part in (size // own, own)]
+        shape = [
+            part
+            for size, inner_size in zip(mesh.devices.shape, sizes, strict=True)
+            for part in (size // inner_size, inner_size)
+        ]
         grid = mesh.devices.reshape(shape)
         blocks = np.moveaxis(grid, range(1, 2 * len(sizes), 2), range(len(sizes), 2 * len(sizes)))
         if all(len({device.process_index for device in row}) == 1 for row in blocks.reshape(-1, math.prod(sizes))):

@@ -175,12 +175,12 @@ def _check_tensors(config: model_config.TransformerConfig, tensors: _Tensors, di
         return
     # transformers would use the head that the file holds, not the tied table.
     (file, head), (_, embedding) = tensors[_HEAD], tensors[_EMBEDDING]
-    left, right = head.get_slice(_HEAD), embedding.get_slice(_EMBEDDING)
-    rows = right.get_shape()[0]
-    same = left.get_shape() == right.get_shape()
+    head_slice, embedding_slice = head.get_slice(_HEAD), embedding.get_slice(_EMBEDDING)
+    rows = embedding_slice.get_shape()[0]
+    same = head_slice.get_shape() == embedding_slice.get_shape()
     for start in range(0, rows, _COMPARED_ROWS):  # in parts, because whole tables may be gigabytes
         part = slice(start, min(start + _COMPARED_ROWS, rows))
-        same = same and np.array_equal(left[part], right[part])
+        same = same and np.array_equal(head_slice[part], embedding_slice[part])
     if not same:
         raise DataError(
             f"{file}: {_HEAD} differs from {_EMBEDDING}, although config.json says tie_word_embeddings; set that to "

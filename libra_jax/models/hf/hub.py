@@ -143,17 +143,17 @@ def _locate(matched: re.Match[str], kind: Kind, *, weights: bool, download: bool
         lambda: huggingface_hub.HfApi().repo_info(name, **get.where, timeout=ASK_SECONDS, files_metadata=True), here
     )
     names = [file.rfilename for file in info.siblings]
-    wanted = list(huggingface_hub.utils.filter_repo_objects(names, allow_patterns=patterns))
-    size = machine.bytes_text(sum(file.size or 0 for file in info.siblings if file.rfilename in wanted))
-    if not wanted:
+    file_names = list(huggingface_hub.utils.filter_repo_objects(names, allow_patterns=patterns))
+    size = machine.bytes_text(sum(file.size or 0 for file in info.siblings if file.rfilename in file_names))
+    if not file_names:
         raise protocols.DataError(f"{matched[0]}: the {kind} on the hub holds no {', '.join(patterns)}")
-    told = f"{kind} {name}: {len(wanted)} file{'s' * (len(wanted) > 1)}, {size} from the Hugging Face hub"
+    summary = f"{kind} {name}: {len(file_names)} file{'s' * (len(file_names) > 1)}, {size} from the Hugging Face hub"
     if download:
-        print(f"Fetching {told} ...")
-        return get.fetched(patterns) / inside, told
+        print(f"Fetching {summary} ...")
+        return get.fetched(patterns) / inside, summary
     if kind == "model":
-        return get.fetched(_SMALL), f"{told}, which a run will fetch; only its config and tokenizer were fetched now"
-    return None, f"{told}, which a run will fetch"
+        return get.fetched(_SMALL), f"{summary}, which a run will fetch; only its config and tokenizer were fetched now"
+    return None, f"{summary}, which a run will fetch"
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ class _Snapshot:
         from huggingface_hub import errors
 
         try:
-            asked = {**self.where, "allow_patterns": list(patterns), "local_files_only": True}
-            return Path(huggingface_hub.snapshot_download(self.name, **asked))
+            arguments = {**self.where, "allow_patterns": list(patterns), "local_files_only": True}
+            return Path(huggingface_hub.snapshot_download(self.name, **arguments))
         except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError):
             return None
 
@@ -202,12 +202,12 @@ class _Snapshot:
 @contextlib.contextmanager
 def _watched(what: str) -> Iterator[None]:
     """Reports every WATCH_SECONDS that a download is still running."""
-    ended, began = threading.Event(), time.monotonic()
+    done, start = threading.Event(), time.monotonic()
 
     def watch() -> None:
-        while not ended.wait(WATCH_SECONDS):
+        while not done.wait(WATCH_SECONDS):
             print(
-                f"Still fetching {what} from the Hugging Face hub after {time.monotonic() - began:.0f} s; where that "
+                f"Still fetching {what} from the Hugging Face hub after {time.monotonic() - start:.0f} s; where that "
                 "is too long, Ctrl-C ends it, and the same command goes on with the files that are left.",
                 file=sys.stderr,
                 flush=True,
@@ -218,7 +218,7 @@ def _watched(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        done.set()
         thread.join()
 
 

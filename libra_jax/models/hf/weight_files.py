@@ -28,8 +28,8 @@ def check_directory(config: model_config.TransformerConfig, directory: str | pat
     Raises:
       DataError: a file is missing or cut off; or a tensor is missing, misshapen or unknown to the model.
     """
-    found = {name: (file, shape) for file in files(directory) for name, shape in read_header(file).items()}
-    check(config, found, directory)
+    tensors = {name: (file, shape) for file in files(directory) for name, shape in read_header(file).items()}
+    check(config, tensors, directory)
 
 
 def files(directory: str | pathlib.Path) -> list[pathlib.Path]:
@@ -41,20 +41,20 @@ def files(directory: str | pathlib.Path) -> list[pathlib.Path]:
     folder = pathlib.Path(directory)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such model directory; give the path of a downloaded Hugging Face model.")
-    found, index = [folder / SINGLE], folder / INDEX
+    paths, index = [folder / SINGLE], folder / INDEX
     # The single file wins, as in transformers: an index beside it is a leftover of an older save.
-    if not found[0].is_file():
+    if not paths[0].is_file():
         if not index.is_file():
             raise DataError(f"{folder}: holds neither {SINGLE} nor {INDEX}; download the model's safetensors release.")
         try:
             names = json.loads(index.read_text())["weight_map"].values()
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{index}: is not a whole index ({error!r}); download it again.") from None
-        found = [folder / name for name in sorted(set(names))]
-    for file in found:
+        paths = [folder / name for name in sorted(set(names))]
+    for file in paths:
         if not file.is_file():
             raise DataError(f"{file}: missing; download the model again.")
-    return found
+    return paths
 
 
 def read_header(file: pathlib.Path) -> dict[str, tuple[int, ...]]:
@@ -78,23 +78,23 @@ def read_header(file: pathlib.Path) -> dict[str, tuple[int, ...]]:
         raise DataError(f"{file}: is not a whole safetensors file ({error}); download it again.") from None
 
 
-def check(config: model_config.TransformerConfig, found: Found, directory: str | pathlib.Path) -> None:
+def check(config: model_config.TransformerConfig, tensors: Found, directory: str | pathlib.Path) -> None:
     """Checks that files and model have the same tensors, by name and shape. Rotary frequencies are ignored.
 
     Raises:
       DataError: a tensor is missing, misshapen or unknown.
     """
     for name, implied in _shapes(config).items():
-        if name not in found:
+        if name not in tensors:
             raise DataError(f"{directory}: no file holds the tensor {name}, which config.json implies.")
-        file, shape = found[name]
+        file, shape = tensors[name]
         if shape != implied:
             raise DataError(f"{file}: tensor {name} has shape {shape}, but config.json implies {implied}.")
     # The untied names, because a tied model's file may still hold a copy of the head.
-    known = _shapes(model_config.untied(config))
-    for name, (file, _) in found.items():
+    shapes = _shapes(model_config.untied(config))
+    for name, (file, _) in tensors.items():
         # Old checkpoints also store rotary frequencies, which follow from the config.
-        if name not in known and not name.endswith("rotary_emb.inv_freq"):
+        if name not in shapes and not name.endswith("rotary_emb.inv_freq"):
             raise DataError(f"{file}: tensor {name} has no place in the model that config.json describes.")
 
 
