@@ -93,7 +93,7 @@ class _Judge:
         # Half of a step's time is for the comparison. The other half is for the wait for a free process.
         wall_seconds = min(verifier.WALL_SECONDS, self.tools.call_seconds / 2)
         key = (verifier.Verifier, self.processes, self.seconds)
-        return await self.tools.kept(key, lambda: verifier.Verifier(self.processes, self.seconds, wall_seconds))
+        return await self.tools.open_once(key, lambda: verifier.Verifier(self.processes, self.seconds, wall_seconds))
 
     def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Turns a task's `worked` calls into a solved dialogue.

@@ -133,8 +133,8 @@ def carry_out(expression: str, max_characters: int, *, stepwise: bool = False) -
     try:
         if not stepwise:
             return protocols.ToolReturn(TOOL, "success", str(evaluate(expression, max_characters)))
-        left, done = simplify(expression, max_characters)
-        return protocols.ToolReturn(TOOL if done else SIMPLIFIER, "success", left)
+        result, done = simplify(expression, max_characters)
+        return protocols.ToolReturn(TOOL if done else SIMPLIFIER, "success", result)
     except CalculationFailed as failure:
         return protocols.ToolReturn(TOOL, "failure", f"{FAILED}: {failure}")
 

@@ -245,13 +245,15 @@ class Index:
         self._frequent: dict[str, int] = dict(first.execute("SELECT term, passages FROM frequent"))
         self._effort = effort or 2**62
 
-    def search(self, query: str, first: int, most: int, snippet_words: int, seconds: float) -> tuple[list[Hit], bool]:
+    def search(
+        self, query: str, first: int, max_hits: int, snippet_words: int, seconds: float
+    ) -> tuple[list[Hit], bool]:
         """Finds the passages that fit best, best first.
 
         Args:
           query: Any text. Only its words count.
           first: Number of passages to skip.
-          most: Largest number of passages to return.
+          max_hits: Largest number of passages to return.
           snippet_words: Number of words of a snippet, 1 to `MOST_SNIPPET_WORDS`.
           seconds: Deadline of the search in seconds, including the wait for a connection.
 
@@ -266,7 +268,7 @@ class Index:
         with self._connection(due) as connection:
             terms = self._terms(connection, list(words(query)))
             quoted = [f'"{term.word}"' for term in terms]
-            found: dict[int, None] = {}
+            ranking: dict[int, None] = {}
             # Tried in order, until enough passages are found. The module docstring has the rules.
             touched = itertools.accumulate(term.passages for term in terms)
             rarest = [word for word, passages in zip(quoted, touched, strict=True) if passages <= self._effort]
@@ -279,10 +281,10 @@ class Index:
                 places = connection.execute(
                     "SELECT place FROM (SELECT rowid AS place, bm25(passages) AS score FROM passages WHERE passages "
                     "MATCH ? LIMIT ?) ORDER BY score, place LIMIT ?",
-                    (expression, self._effort, first + most + 1),
+                    (expression, self._effort, first + max_hits + 1),
                 )
-                found.update(dict.fromkeys(place for (place,) in places))
-                if len(found) > first + most:
+                ranking.update(dict.fromkeys(place for (place,) in places))
+                if len(ranking) > first + max_hits:
                     break
             snippet = (
                 "SELECT passage_id, title, snippet(passages, 1, '', '', '...', ?) FROM passages "
@@ -290,9 +292,9 @@ class Index:
             )
             rows = [
                 connection.execute(snippet, (snippet_words, " OR ".join(quoted), place)).fetchone()
-                for place in list(found)[first : first + most]
+                for place in list(ranking)[first : first + max_hits]
             ]
-            return [Hit(*row) for row in rows], len(found) > first + most
+            return [Hit(*row) for row in rows], len(ranking) > first + max_hits
 
     def passages_at(self, places: Sequence[int], snippet_words: int, due: float) -> list[Hit]:
         """Returns the passages at these positions in the corpus, counted from 0, with the beginning of each text.
@@ -335,27 +337,27 @@ class Index:
         finally:
             self._idle.put(connection)
 
-    def _terms(self, connection: sqlite3.Connection, written: Sequence[str]) -> list[_Term]:
+    def _terms(self, connection: sqlite3.Connection, query_words: Sequence[str]) -> list[_Term]:
         """Returns the query's words that occur in the corpus, rarest first. Words with the same stem count once.
 
         Leaves out common words if all occur in more than `effort` passages and others exist.
         """
         # The temporary FTS5 table splits the words with the index's own tokenizer, so that stems match exactly.
         connection.execute("DELETE FROM temp.words")
-        connection.executemany("INSERT INTO temp.words(rowid, word) VALUES (?, ?)", enumerate(written))
+        connection.executemany("INSERT INTO temp.words(rowid, word) VALUES (?, ?)", enumerate(query_words))
         stems: dict[int, list[str]] = {}
         for place, stem in connection.execute("SELECT doc, term FROM temp.tokens ORDER BY doc, offset"):
             stems.setdefault(place, []).append(stem)
         counts: dict[str, int] = {}
         for stem in itertools.chain.from_iterable(stems.values()):
             # SQLite counts a frequent word by reading all its places, so these counts were stored.
-            if (known := self._frequent.get(stem)) is None:
+            if (count := self._frequent.get(stem)) is None:
                 row = connection.execute("SELECT doc FROM vocabulary WHERE term = ?", (stem,)).fetchone()
-                known = int(row[0]) if row else 0
-            counts[stem] = known
+                count = int(row[0]) if row else 0
+            counts[stem] = count
         # Reversed, so that the first of several words with the same stem wins.
         distinct = {tuple(parts): place for place, parts in reversed(stems.items())}
-        terms = [_Term(written[place], min(map(counts.__getitem__, parts))) for parts, place in distinct.items()]
+        terms = [_Term(query_words[place], min(map(counts.__getitem__, parts))) for parts, place in distinct.items()]
         terms = sorted((term for term in terms if term.passages), key=lambda term: (term.passages, term.word))
         if sum(term.passages for term in terms) <= self._effort:
             return terms
@@ -364,5 +366,5 @@ class Index:
 
 def words(query: str) -> Iterator[str]:
     """Yields the words of a query, each once, up to `MOST_WORDS`."""
-    found = (match[0] for match in _WORD.finditer(query))
-    return itertools.islice(dict.fromkeys(itertools.islice(found, 4 * MOST_WORDS)), MOST_WORDS)
+    matches = (match[0] for match in _WORD.finditer(query))
+    return itertools.islice(dict.fromkeys(itertools.islice(matches, 4 * MOST_WORDS)), MOST_WORDS)

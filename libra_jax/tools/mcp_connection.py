@@ -30,7 +30,7 @@ _REFERENCE = re.compile(r"\$\{(?:env:)?([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}"
 LONGEST_ANSWER = 64 * 2**20
 """Largest answer over HTTP in bytes, after decompression. Answers over a pipe have no limit."""
 
-_KEPT_OF_STDERR = 4096
+_STDERR_TAIL_BYTES = 4096
 
 _CONNECT_SECONDS = 10.0
 """Seconds to connect to a server's address, and to write a request to it."""
@@ -43,12 +43,12 @@ class Entry:
     Attributes:
       values: The entry's object under `mcpServers`.
       where: Name of the entry's place, for errors.
-      written: Whether the entry is written out with the config. If so, it must hold no secret.
+      in_config: Whether the entry is written out with the config. If so, it must hold no secret.
     """
 
     values: object
     where: str
-    written: bool = True
+    in_config: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,51 +92,51 @@ _STANDARD: _Kinds = {
     "url": ("a text", str),
     "headers": ("a mapping of texts", Mapping),
 }
-_OURS: _Kinds = {
+_OUR_KEYS: _Kinds = {
     "seconds": ("a number", (int, float)),
     "start_seconds": ("a number", (int, float)),
     "only": ("a list of texts", (list, tuple)),
     "prefix": ("True or False", bool),
 }
-_OF_OTHERS = ("alwaysAllow", "autoApprove", "description", "dev", "disabled", "gallery", "version")
+_FOREIGN_KEYS = ("alwaysAllow", "autoApprove", "description", "dev", "disabled", "gallery", "version")
 """Settings of other programs in the same files. They are ignored here."""
 
 _TYPES = {"stdio": "command", "http": "url", "streamable-http": "url", "streamableHttp": "url"}
 _FORM = '{"mcpServers": {"time": {"command": "mcp-server-time", "args": []}}}'
-_FORMER = {
+_FORMER_KEYS = {
     "env_from": "write {'env': {'KEY': '${MY_VARIABLE}'}}, which takes the value from the environment variable",
     "headers_from": "write {'headers': {'Authorization': 'Bearer ${MY_VARIABLE}'}}, which takes the value from the "
     "environment variable",
     "timeout": "write tools.arguments = {NAME: {'seconds': ...}}",
-    **{key: f"write tools.arguments = {{NAME: {{'{key}': ...}}}}" for key in _OURS},
+    **{key: f"write tools.arguments = {{NAME: {{'{key}': ...}}}}" for key in _OUR_KEYS},
 }
 """Keys of other or older forms of an entry, and what to write instead."""
 
 
 def entries(tools: config.ToolsConfig) -> dict[str, Entry]:
     """Returns the servers of `tools.mcp` and of the file `tools.mcp_file`, by name."""
-    whole: list[tuple[object, str, bool]] = [(tools.mcp, "tools.mcp", True)] if tools.mcp else []
+    sources: list[tuple[object, str, bool]] = [(tools.mcp, "tools.mcp", True)] if tools.mcp else []
     if tools.mcp_file:
         path, field = Path(tools.mcp_file).expanduser(), "tools.mcp_file"
         try:
             # The config is written out with the path of this file, but not with its content.
-            whole.append((json.loads(path.read_text(encoding="utf-8")), f"{field}: {path}", False))
+            sources.append((json.loads(path.read_text(encoding="utf-8")), f"{field}: {path}", False))
         except OSError as error:
             raise protocols.ConfigError(f"config.{field}: {path} cannot be read ({error.strerror})") from error
         except ValueError as error:
             raise protocols.ConfigError(f"config.{field}: {path} is no JSON ({error})") from error
-    found: dict[str, Entry] = {}
-    for given, where, written in whole:
+    server_entries: dict[str, Entry] = {}
+    for content, where, in_config in sources:
         # VS Code's own file names this key `servers`.
-        keys = [key for key in ("mcpServers", "servers") if isinstance(given, Mapping) and key in given]
-        servers = given[keys[0]] if keys and isinstance(given, Mapping) else None
+        keys = [key for key in ("mcpServers", "servers") if isinstance(content, Mapping) and key in content]
+        servers = content[keys[0]] if keys and isinstance(content, Mapping) else None
         if not isinstance(servers, Mapping):
             raise protocols.ConfigError(f"config.{where}: must be of the form {_FORM}")
         for name, values in servers.items():
             twice = f"{tools.mcp_file and path} has the server {name!r}, which tools.mcp has, too"
-            config.check(name not in found, "tools.mcp_file", twice)
-            found[name] = Entry(values, f"{where}{'.' if written else ': '}mcpServers.{name}", written)
-    return found
+            config.check(name not in server_entries, "tools.mcp_file", twice)
+            server_entries[name] = Entry(values, f"{where}{'.' if in_config else ': '}mcpServers.{name}", in_config)
+    return server_entries
 
 
 def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
@@ -147,27 +147,29 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
       entry: Entry in the standard form.
       arguments: Our own settings of the server, from `tools.arguments`.
     """
-    where, values, own = entry.where, entry.values, f"tools.arguments.{name}"
+    where, values, arguments_field = entry.where, entry.values, f"tools.arguments.{name}"
     if not isinstance(values, Mapping):
         raise protocols.ConfigError(f"config.{where}: must be a mapping, as in {_FORM}")
     for key, value in values.items():
-        if key in _OF_OTHERS:
+        if key in _FOREIGN_KEYS:
             continue
-        config.check(key not in _FORMER, where, f"there is no {key!r}; {_FORMER.get(key, '')}")
+        config.check(key not in _FORMER_KEYS, where, f"there is no {key!r}; {_FORMER_KEYS.get(key, '')}")
         if key == "command" and isinstance(value, list | tuple) and value:
-            wanted = {"command": value[0], "args": list(value[1:])}
+            correction = {"command": value[0], "args": list(value[1:])}
             raise protocols.ConfigError(
-                f"config.{where}.command: must be a text, and its arguments are apart: {wanted}"
+                f"config.{where}.command: must be a text, and its arguments are apart: {correction}"
             )
         _check_value(where, str(key), value, _STANDARD)
     for key, value in arguments.items():
-        _check_value(own, key, value, _OURS)
-    given = {key: value for key, value in values.items() if key in _STANDARD and key != "type"}
-    tuples = {key: tuple(value) for key, value in {**given, **arguments}.items() if isinstance(value, list | tuple)}
-    spec = Spec(**{**given, **arguments, **tuples})
+        _check_value(arguments_field, key, value, _OUR_KEYS)
+    entry_settings = {key: value for key, value in values.items() if key in _STANDARD and key != "type"}
+    tuples = {
+        key: tuple(value) for key, value in {**entry_settings, **arguments}.items() if isinstance(value, list | tuple)
+    }
+    spec = Spec(**{**entry_settings, **arguments, **tuples})
     for key in ("seconds", "start_seconds"):
         seconds = getattr(spec, key)
-        config.check(0 < seconds < math.inf, f"{own}.{key}", f"must be positive and finite, not {seconds}")
+        config.check(0 < seconds < math.inf, f"{arguments_field}.{key}", f"must be positive and finite, not {seconds}")
     config.check(bool(spec.command) != bool(spec.url), where, "needs either a command or a url")
     # The standard form may leave the type out, as it follows from the other keys.
     kind = values.get("type", "stdio" if spec.command else "http")
@@ -177,13 +179,13 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
         f"{kind!r} does not fit; a server of a command is of type 'stdio', one of a url of type 'http' (streamable "
         "HTTP)",
     )
-    _check_texts(where, spec, entry.written)
+    _check_texts(where, spec, entry.in_config)
     if spec.url:
         return spec
     config.check(not spec.headers, f"{where}.headers", "are for a url, and this server has a command")
-    folder = filled(spec.cwd) or "."
+    folder = fill_references(spec.cwd) or "."
     config.check(os.path.isdir(folder), f"{where}.cwd", f"there is no folder {folder}")
-    program = shutil.which(filled(spec.command), path=_environment(spec)["PATH"])
+    program = shutil.which(fill_references(spec.command), path=_environment(spec)["PATH"])
     config.check(
         program is not None, f"{where}.command", f"there is no program {spec.command!r}; install it or give its path"
     )
@@ -196,20 +198,20 @@ def _check_value(where: str, key: str, value: object, kinds: _Kinds) -> None:
         near = difflib.get_close_matches(key, kinds, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(kinds)}"
         raise protocols.ConfigError(f"config.{where}: there is no {key!r}; {hint}")
-    told, kind = kinds[key]
+    description, kind = kinds[key]
     # bool is a subclass of int: True would otherwise pass as a number.
     good = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
     if isinstance(value, Mapping):
         good = good and all(isinstance(item, str) for pair in value.items() for item in pair)
     elif isinstance(value, list | tuple):
         good = good and all(isinstance(item, str) for item in value)
-    config.check(good, f"{where}.{key}", f"must be {told}, not {value!r}")
+    config.check(good, f"{where}.{key}", f"must be {description}, not {value!r}")
 
 
-def _check_texts(where: str, spec: Spec, written: bool) -> None:
+def _check_texts(where: str, spec: Spec, in_config: bool) -> None:
     """Raises ConfigError if a text refers to something other than a set environment variable, or a url does not fit.
 
-    A header of a url must not hold a secret that is written out (`written`).
+    A header of a url must not hold a secret that is written out (`in_config`).
     """
     for text in (spec.command, *spec.args, *spec.env.values(), spec.cwd, spec.url, *spec.headers.values()):
         for name, default in _REFERENCE.findall(text):
@@ -218,19 +220,21 @@ def _check_texts(where: str, spec: Spec, written: bool) -> None:
                 where,
                 f"refers to the environment variable {name}, which is not set where the server is started",
             )
-        left = re.search(r"\$\{[^}]*\}", _REFERENCE.sub("", text))
-        told = f"{left and left[0]} cannot be filled in here; write ${{NAME}} of an environment variable"
-        config.check(left is None, where, told)
+        bad_reference = re.search(r"\$\{[^}]*\}", _REFERENCE.sub("", text))
+        problem = (
+            f"{bad_reference and bad_reference[0]} cannot be filled in here; write ${{NAME}} of an environment variable"
+        )
+        config.check(bad_reference is None, where, problem)
     if not spec.url:
         return
-    parts = urllib.parse.urlsplit(filled(spec.url))
+    parts = urllib.parse.urlsplit(fill_references(spec.url))
     good = parts.scheme in ("http", "https") and bool(parts.netloc)
     config.check(good, f"{where}.url", f"{spec.url!r} must be of the form http://HOST:PORT/PATH")
     config.check(
         not (spec.args or spec.env or spec.cwd), where, "args, env and cwd are for a command, and this server has a url"
     )
     for name, value in spec.headers.items():
-        secret = written and name.lower() == "authorization" and not _REFERENCE.search(value)
+        secret = in_config and name.lower() == "authorization" and not _REFERENCE.search(value)
         config.check(
             not secret,
             f"{where}.headers",
@@ -239,16 +243,16 @@ def _check_texts(where: str, spec: Spec, written: bool) -> None:
         )
 
 
-def filled(text: str) -> str:
+def fill_references(text: str) -> str:
     """Returns the text with its references replaced."""
     # A secret's file often ends with a line break, which an HTTP header may not contain.
-    return _REFERENCE.sub(lambda found: (os.environ.get(found[1]) or found[2] or "").strip(), text)
+    return _REFERENCE.sub(lambda match: (os.environ.get(match[1]) or match[2] or "").strip(), text)
 
 
 def _environment(spec: Spec) -> dict[str, str]:
     """Returns the variables that a server gets besides those that the `mcp` package passes on itself."""
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
-    return {"PATH": path, **{name: filled(value) for name, value in spec.env.items()}}
+    return {"PATH": path, **{name: fill_references(value) for name, value in spec.env.items()}}
 
 
 def package() -> Any:
@@ -272,18 +276,18 @@ def package() -> Any:
 class _Tail(asyncio.Protocol):
     """Keeps the end of a server's standard error. It is read all the time, so that the server never blocks on it."""
 
-    kept = b""
+    tail = b""
 
     def data_received(self, data: bytes) -> None:
-        self.kept = (self.kept + data)[-_KEPT_OF_STDERR:]
+        self.tail = (self.tail + data)[-_STDERR_TAIL_BYTES:]
 
     def __str__(self) -> str:
-        lines = self.kept.decode(errors="replace").strip().splitlines()
+        lines = self.tail.decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
 
 
 @dataclass
-class Opened:
+class Connection:
     """A connection: the client of the `mcp` package, the server's tools, and its last line on standard error."""
 
     client: Any
@@ -292,28 +296,28 @@ class Opened:
 
 
 @contextlib.asynccontextmanager
-async def connected(spec: Spec, opened: Opened) -> AsyncIterator[Opened]:
+async def connect(spec: Spec, connection: Connection) -> AsyncIterator[Connection]:
     """Yields a client of the server and the tools that the server lists. One task must enter and leave the context.
 
     Args:
       spec: How to reach the server.
-      opened: Filled in with the connection. Its `stderr` is set even if the connection fails.
+      connection: Filled in with the connection. Its `stderr` is set even if the connection fails.
 
     Raises:
       TimeoutError: Connecting took longer than `start_seconds`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        client = package().Client(await _transport(spec, opened, stack), cache=None)
+        client = package().Client(await _transport(spec, connection, stack), cache=None)
         async with asyncio.timeout(spec.start_seconds):
-            opened.client = await stack.enter_async_context(client)
+            connection.client = await stack.enter_async_context(client)
             tools: list[Any] = []
             cursor: str | None = None
             while True:  # a server may list its tools in pages
-                page = await opened.client.list_tools(cursor=cursor)
+                page = await connection.client.list_tools(cursor=cursor)
                 tools, cursor = [*tools, *page.tools], page.next_cursor
                 if not cursor:
                     break
-            opened.tools = tools
+            connection.tools = tools
         declared = {tool.name: tool.output_schema for tool in tools if tool.output_schema is not None}
         problems = {name: schemas.problem_of(json.dumps(schema)) for name, schema in declared.items()}
 
@@ -327,8 +331,8 @@ async def connected(spec: Spec, opened: Opened) -> AsyncIterator[Opened]:
                 raise RuntimeError(f"tool {name} returned other structured content than it declares: {wrong}")
 
         # In place of the package's own check, which takes unbounded time and could block the event loop.
-        opened.client.session.validate_tool_result = check
-        yield opened
+        connection.client.session.validate_tool_result = check
+        yield connection
 
 
 async def _bound(response: Any) -> None:
@@ -340,19 +344,19 @@ async def _bound(response: Any) -> None:
     decoded = response.aiter_bytes
 
     async def bounded(chunk_size: int | None = None) -> AsyncGenerator[bytes, None]:
-        left = LONGEST_ANSWER
+        remaining_bytes = LONGEST_ANSWER
         async with contextlib.aclosing(decoded(chunk_size)) as chunks:
             async for chunk in chunks:
                 # Counts decompressed bytes, because a small answer may unpack to a huge one.
-                left -= len(chunk)
-                if left < 0:
+                remaining_bytes -= len(chunk)
+                if remaining_bytes < 0:
                     raise httpx2.StreamError(f"the answer is longer than {LONGEST_ANSWER} bytes")
                 yield chunk
 
     response.aiter_bytes = bounded
 
 
-async def _transport(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -> Any:
+async def _transport(spec: Spec, connection: Connection, stack: contextlib.AsyncExitStack) -> Any:
     """Returns the package's transport to a server: over HTTP to a url, or over the pipes of a command."""
     mcp = package()
     if spec.url:
@@ -361,25 +365,25 @@ async def _transport(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStac
 
         # No read deadline: the deadline of an answer is the call's own.
         timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None, pool=None)
-        headers = {name: filled(value) for name, value in spec.headers.items()}
+        headers = {name: fill_references(value) for name, value in spec.headers.items()}
         session = httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks={"response": [_bound]})
-        client, url = await stack.enter_async_context(session), filled(spec.url)
+        client, url = await stack.enter_async_context(session), fill_references(spec.url)
         return streamable_http.streamable_http_client(url, http_client=client, max_sse_event_size=LONGEST_ANSWER)
     # The package takes only an open file for standard error, and its end has to be kept for error messages.
     reading, writing = os.pipe()
-    told = stack.enter_context(os.fdopen(writing, "w"))
+    error_file = stack.enter_context(os.fdopen(writing, "w"))
     tail = _Tail()
     pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: tail, os.fdopen(reading, "rb"))
     stack.callback(pipe.close)
-    opened.stderr = tail
+    connection.stderr = tail
     # The server must not outlive this process, even if this process is killed.
-    program, *arguments = parent_death.command([filled(text) for text in (spec.command, *spec.args)])
+    program, *arguments = parent_death.command([fill_references(text) for text in (spec.command, *spec.args)])
     parameters = mcp.StdioServerParameters(
         command=program,
         args=arguments,
         env=_environment(spec),
-        cwd=filled(spec.cwd) or None,
+        cwd=fill_references(spec.cwd) or None,
         # A byte that is no text must not end the connection.
         encoding_error_handler="replace",
     )
-    return mcp.stdio_client(parameters, errlog=told)
+    return mcp.stdio_client(parameters, errlog=error_file)

@@ -44,7 +44,7 @@ PROBE_SECONDS = 5.0
 CLOSE_SECONDS = 20.0
 """Seconds for a server to end. It is asked, then gets SIGTERM, then SIGKILL, with two seconds for each."""
 
-_OF_TRANSPORT = ("Connection closed", "SSE stream", "Session terminated", "Server returned an error response")
+_TRANSPORT_ERRORS = ("Connection closed", "SSE stream", "Session terminated", "Server returned an error response")
 """Beginnings of the error messages that the package's transports make themselves, if the server did not answer."""
 
 
@@ -74,7 +74,7 @@ class Server:
         self._tools: list[Tool] = []
         self._changed = asyncio.Event()
         self._broken = asyncio.Event()
-        self._ended = ""
+        self._end_reason = ""
         self._failures = 0
         self._connecting = False
         self._owner: asyncio.Task[None] | None = None
@@ -86,9 +86,9 @@ class Server:
         Raises:
           ConfigError: The server does not start, cannot be reached, or lacks a tool that `only` names.
         """
-        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._keep_alive(opened), name=f"mcp-{self.name}")
-        await opened
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._keep_alive(ready), name=f"mcp-{self.name}")
+        await ready
 
     def tools(self) -> Sequence[toolbox.Tool]:
         """Returns the server's tools, in the order of its list."""
@@ -96,7 +96,7 @@ class Server:
 
     async def close(self) -> None:
         """Ends the server, or disconnects from it."""
-        self._ended = f"MCP server {self.name} is closed"
+        self._end_reason = f"MCP server {self.name} is closed"
         self._changed.set()
         self._broken.set()
         owner, self._owner = self._owner, None
@@ -110,37 +110,39 @@ class Server:
 
     # The owner ------------------------------------------------------------------------------------------------------
 
-    async def _keep_alive(self, opened: asyncio.Future[None]) -> None:
+    async def _keep_alive(self, ready: asyncio.Future[None]) -> None:
         try:
-            while not self._ended:
-                problem = await self._live(opened)
-                if not opened.done():
+            while not self._end_reason:
+                problem = await self._live(ready)
+                if not ready.done():
                     # A failure of the first start is reported as a mistake in the config, and not retried.
-                    opened.set_exception(protocols.ConfigError(f"config.{self._where}: {problem}"))
-                    opened.exception()  # marks it as retrieved: the opener may be gone, and asyncio would warn
+                    ready.set_exception(protocols.ConfigError(f"config.{self._where}: {problem}"))
+                    ready.exception()  # marks it as retrieved: the opener may be gone, and asyncio would warn
                     return
-                if self._ended:
+                if self._end_reason:
                     return
                 self._failures += 1
                 if self._failures > RESTARTS:
                     times = f"{RESTARTS} times in a row"
-                    self._ended = f"MCP server {self.name} was started {times} and never answered a call ({problem})"
+                    self._end_reason = (
+                        f"MCP server {self.name} was started {times} and never answered a call ({problem})"
+                    )
                     return
                 await asyncio.sleep(min(LONGEST_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (self._failures - 1)))
                 self.restarts += 1
         finally:
-            self._ended = self._ended or f"MCP server {self.name} is gone"
+            self._end_reason = self._end_reason or f"MCP server {self.name} is gone"
             self._changed.set()  # calls that wait for a connection learn that none will come
 
-    async def _live(self, opened: asyncio.Future[None]) -> str:
+    async def _live(self, ready: asyncio.Future[None]) -> str:
         """Connects, and stays until the connection breaks or the server is closed. Returns why the connection ended."""
-        connection = mcp_connection.Opened(None)
+        connection = mcp_connection.Connection(None)
         self._broken.clear()
         self._connecting = True
         try:
-            async with mcp_connection.connected(self._spec, connection):
+            async with mcp_connection.connect(self._spec, connection):
                 self._connecting = False
-                if not opened.done():
+                if not ready.done():
                     # Only the first connection decides: the policy has been told these tools for the whole run.
                     names = [tool.name for tool in connection.tools]
                     unknown = [name for name in self._spec.only if name not in names]
@@ -155,7 +157,7 @@ class Server:
                         )
                         for tool in offered
                     ]
-                    opened.set_result(None)
+                    ready.set_result(None)
                 self._client = connection.client
                 self._changed.set()
                 try:
@@ -163,7 +165,7 @@ class Server:
                 finally:
                     # Before the connection is closed, which takes seconds: no further call may begin on it.
                     self._client = None
-                    if not self._ended:
+                    if not self._end_reason:
                         self._changed.clear()
         except Exception as error:  # the transport, the server and the package raise errors of any type
             return f"{self._reason(error)}{': ' * bool(str(connection.stderr))}{connection.stderr}"
@@ -188,12 +190,12 @@ class Server:
         """
         loop = asyncio.get_running_loop()
         due = loop.time() + self._spec.seconds
-        if self._client is None and not self._ended:
+        if self._client is None and not self._end_reason:
             # A call waits for a server that is being restarted, but half of its time is for the answer.
             with contextlib.suppress(call_deadlines.Overdue):
                 await call_deadlines.within(min(PATIENCE_SECONDS, self._spec.seconds / 2), self._changed.wait())
         if self._client is None:
-            raise protocols.WorkerLost(self._ended or f"MCP server {self.name} is being started again")
+            raise protocols.WorkerLost(self._end_reason or f"MCP server {self.name} is being started again")
         client = self._client
         call = self._start(client.call_tool(tool, dict(arguments)))
         try:
@@ -202,7 +204,7 @@ class Server:
             return "timeout", f"error: no answer within {self._spec.seconds:g} s"
         finally:
             # Also if the caller was cancelled first, by the step's own deadline.
-            if not call.done() and not self._ended:
+            if not call.done() and not self._end_reason:
                 self._start(self._probe(client, max(0.0, due - loop.time()) + PROBE_SECONDS))
             # Not awaited: cancelling also notifies the server, which may take longer than the deadline allows.
             call.cancel()
@@ -215,7 +217,7 @@ class Server:
         if error is not None and client is self._client:
             # An answer that is an error is data for the policy. An error of the transport means that no answer came.
             if isinstance(error, mcp_connection.package().MCPError):
-                answered = not str(error).startswith(_OF_TRANSPORT)
+                answered = not str(error).startswith(_TRANSPORT_ERRORS)
             else:
                 origin = type(error).__module__.partition(".")[0]
                 answered = origin not in ("anyio", "httpx2") and not isinstance(error, OSError)
@@ -231,7 +233,7 @@ class Server:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         # Marks the error as retrieved, so that asyncio does not warn.
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        task.add_done_callback(lambda future: future.cancelled() or future.exception())
         return task
 
     async def _probe(self, client: Any, seconds: float) -> None:
@@ -251,10 +253,10 @@ class Server:
             return f"it did not start within {self._spec.start_seconds:g} s"
         if isinstance(error, protocols.LibraError):
             return str(error).partition(": ")[2] or str(error)
-        said = str(error) or type(error).__name__
+        message = str(error) or type(error).__name__
         if self._spec.url:
-            return f"there is no server at {self._spec.url} ({said})"
-        return f"its command, {self._spec.command!r}, ended or speaks no MCP ({said}); try it by hand"
+            return f"there is no server at {self._spec.url} ({message})"
+        return f"its command, {self._spec.command!r}, ended or speaks no MCP ({message}); try it by hand"
 
 
 @dataclass

@@ -26,8 +26,8 @@ _PATTERN_BYTES = 2**20
 _NOTHING_ELSE: referencing.Registry[Any] = referencing.Registry()
 """Schemas outside its own that a `$ref` may lead to: none. Without this registry, jsonschema would fetch URLs."""
 
-_followed: contextvars.ContextVar[list[int]] = contextvars.ContextVar("followed")
-_whole: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("whole")
+_reference_budget: contextvars.ContextVar[list[int]] = contextvars.ContextVar("reference_budget")
+_root_schema: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("root_schema")
 
 
 class _TooMany(Exception):
@@ -65,7 +65,7 @@ def _pattern_properties(validator: Any, patterns: Mapping[str, Any], instance: A
                     yield from validator.descend(value, within, path=name, schema_path=pattern)
 
 
-def _additional_properties(validator: Any, others: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
+def _additional_properties(validator: Any, subschema: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
     if not validator.is_type(instance, "object"):
         return
     patterns = [_compiled(pattern) for pattern in schema.get("patternProperties", ())]
@@ -78,17 +78,17 @@ def _additional_properties(validator: Any, others: Any, instance: Any, schema: M
         if name not in schema.get("properties", {}) and not any(pattern.search(name) for pattern in patterns)
     ]
     for name in extras:
-        if validator.is_type(others, "object"):
-            yield from validator.descend(instance[name], others, path=name)
-        elif not others:
+        if validator.is_type(subschema, "object"):
+            yield from validator.descend(instance[name], subschema, path=name)
+        elif not subschema:
             yield jsonschema.ValidationError(f"Additional properties are not allowed ({name!r} was unexpected)")
 
 
-def _unevaluated_properties(validator: Any, others: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
+def _unevaluated_properties(validator: Any, subschema: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
     """Checks only schemas without `patternProperties`. jsonschema would match others with the unbounded `re`."""
-    if "patternProperties" not in json.dumps(_whole.get()):
+    if "patternProperties" not in json.dumps(_root_schema.get()):
         yield from jsonschema.Draft202012Validator.VALIDATORS["unevaluatedProperties"](
-            validator, others, instance, schema
+            validator, subschema, instance, schema
         )
 
 
@@ -97,9 +97,9 @@ def _counted(keyword: str) -> Any:
 
     def counted(validator: Any, reference: str, instance: object, schema: object) -> Iterator[Any]:
         # Counted in a context variable, because all values share the validators.
-        left = _followed.get()
-        left[0] -= 1
-        if left[0] < 0:
+        budget = _reference_budget.get()
+        budget[0] -= 1
+        if budget[0] < 0:
             raise _TooMany
         yield from follow(validator, reference, instance, schema) or ()
 
@@ -141,10 +141,10 @@ def _lost_reference(resource: referencing.Resource[Any], resolver: Any) -> str:
         if not isinstance(contents, Mapping) or key not in contents:
             continue
         try:
-            found: object = resolver.lookup(contents[key]).contents
+            target: object = resolver.lookup(contents[key]).contents
         except (referencing.exceptions.Unresolvable, ValueError, TypeError):  # the last two: ill-formed pointers
-            found = None
-        if not isinstance(found, Mapping | bool):
+            target = None
+        if not isinstance(target, Mapping | bool):
             return f"its {key} {contents[key]!r} leads to no schema within it, and none is fetched"
     lost = (_lost_reference(inner, resolver.in_subresource(inner)) for inner in resource.subresources())
     return next(filter(None, lost), "")
@@ -161,8 +161,8 @@ def mismatch(value: object, schema: Mapping[str, Any], name: str) -> str:
       name: Name of the value, for the message.
     """
     # A list, so that the validators can count down in place.
-    _followed.set([MOST_REFERENCES])
-    _whole.set(schema)
+    _reference_budget.set([MOST_REFERENCES])
+    _root_schema.set(schema)
     try:
         validator = _Validator(schema, registry=_NOTHING_ELSE)
         error = jsonschema.exceptions.best_match(validator.iter_errors(value))

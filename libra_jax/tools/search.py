@@ -106,10 +106,10 @@ class Search:
         at_once: int = 2,
         build_seconds: float = 7200.0,
     ) -> None:
-        given = (
+        problem = (
             'name a .jsonl, .parquet or .csv file of passages, or in source a "package.module:factory", and not both'
         )
-        config.check(bool(path) != bool(source), f"{FIELD}.path", given)
+        config.check(bool(path) != bool(source), f"{FIELD}.path", problem)
         config.check(
             bool(path) or not index, f"{FIELD}.index", "is kept for a file (path); that of a source is not kept"
         )
@@ -117,12 +117,14 @@ class Search:
         _check_factory(source, source_arguments, "source")
         _check_factory(embed, embed_arguments, "embed")
         config.check(bool(vectors) == bool(embed), f"{FIELD}.vectors", "need embed, and embed needs them; name both")
-        for name, value, least in (("results", results, 1), ("effort", effort, 0), ("at_once", at_once, 1)):
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            config.check(whole and value >= least, f"{FIELD}.{name}", f"must be {least} or more, not {value!r}")
-        most = bm25.MOST_SNIPPET_WORDS
-        good = isinstance(snippet_words, int) and 0 < snippet_words <= most
-        config.check(good, f"{FIELD}.snippet_words", f"must lie in 1..{most}, not {snippet_words!r}")
+        for name, value, minimum in (("results", results, 1), ("effort", effort, 0), ("at_once", at_once, 1)):
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            config.check(
+                is_integer and value >= minimum, f"{FIELD}.{name}", f"must be {minimum} or more, not {value!r}"
+            )
+        max_words = bm25.MOST_SNIPPET_WORDS
+        good = isinstance(snippet_words, int) and 0 < snippet_words <= max_words
+        config.check(good, f"{FIELD}.snippet_words", f"must lie in 1..{max_words}, not {snippet_words!r}")
         for name, allowed in (("seconds", seconds), ("build_seconds", build_seconds)):
             config.check(0 < allowed < float("inf"), f"{FIELD}.{name}", f"must be positive and finite, not {allowed}")
         self._path, self._index_path = path, index
@@ -135,7 +137,7 @@ class Search:
             "{place}. {title} [{id}]\n{snippet}" if title_column else "{place}. [{id}]\n{snippet}"
         )
         # Formats an empty hit now, so that a bad template fails at the start and not at the first search.
-        _shown(self._template, 1, bm25.Hit("", "", ""))
+        _format_hit(self._template, 1, bm25.Hit("", "", ""))
         self.open_seconds = build_seconds
         self._index: bm25.Index | None = None
         self._vectors: Vectors | None = None
@@ -170,15 +172,15 @@ class Search:
 
     def missing(self) -> list[str]:
         """See `toolkit.ReadsFiles`."""
-        found = []
+        problems = []
         if self._path and not Path(self._path).exists():
             try:
                 next(tables.rows(self._path, of="passages"), None)
             except protocols.DataError as error:  # its message suggests the nearest file name
-                found.append(f"config.{FIELD}.path: {error}")
+                problems.append(f"config.{FIELD}.path: {error}")
         if self._vectors_path and not Path(self._vectors_path).exists():
-            found.append(f"config.{FIELD}.vectors: {self._vectors_path}: no such file of vectors")
-        return found
+            problems.append(f"config.{FIELD}.vectors: {self._vectors_path}: no such file of vectors")
+        return problems
 
     def tools(self) -> Sequence[toolbox.Tool]:
         """Returns this object as the only tool."""
@@ -190,9 +192,9 @@ class Search:
 
         def end() -> None:
             with self._opening:  # free once a running build has noticed that it is stopped
-                held, self._index = self._index, None
-                if held is not None:
-                    held.close()
+                index, self._index = self._index, None
+                if index is not None:
+                    index.close()
 
         await call_deadlines.off_loop(end)
 
@@ -239,11 +241,11 @@ class Search:
             raise protocols.DataError(missing[0])
         # Other columns make another index of the same file, so they are part of its name.
         mapping = hashlib.sha256(json.dumps(self._columns).encode()).hexdigest()[:8]
-        whole = file.resolve()
-        place = whole.parent / f"{whole.name}.{mapping}.fts5"
+        corpus_path = file.resolve()
+        place = corpus_path.parent / f"{corpus_path.name}.{mapping}.fts5"
         if self._index_path:
             place = Path(self._index_path)
-        elif not place.exists() and not os.access(whole.parent, os.W_OK):
+        elif not place.exists() and not os.access(corpus_path.parent, os.W_OK):
             cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "libra_jax"
             place = cache / f"{hashlib.sha256(str(place).encode()).hexdigest()[:16]}.fts5"
         state = file.stat()
@@ -253,14 +255,14 @@ class Search:
             "size": str(state.st_size),
             "time": str(state.st_mtime_ns),
         }
-        there = bm25.about(place) if place.exists() else None
+        old_facts = bm25.about(place) if place.exists() else None
         # Size and time of the file are unchanged, so its content need not be read.
-        if there is not None and about.items() <= there.items():
+        if old_facts is not None and about.items() <= old_facts.items():
             return place
         with file.open("rb") as content:
             about["content"] = hashlib.file_digest(content, "sha256").hexdigest()
         lasting = ("version", "columns", "content")
-        if there is None or any(there.get(key) != about[key] for key in lasting):
+        if old_facts is None or any(old_facts.get(key) != about[key] for key in lasting):
             self._build(place, about)
         return place
 
@@ -271,18 +273,18 @@ class Search:
         first = next(passages, None)
         if first is None:
             raise protocols.DataError(f"config.{FIELD}.{field}: {corpus} holds no passages: nothing could be found")
-        began = told = time.monotonic()
+        start = last_report = time.monotonic()
 
         def tell(count: int) -> None:
-            nonlocal told
+            nonlocal last_report
             now = time.monotonic()
-            if now - told > _QUIET_SECONDS:
-                told = now
+            if now - last_report > _QUIET_SECONDS:
+                last_report = now
                 with contextlib.suppress(OSError, ValueError):  # standard error may be closed
-                    print(f"search: indexing {corpus}: {count:,} passages in {now - began:.0f} s", file=sys.stderr)
+                    print(f"search: indexing {corpus}: {count:,} passages in {now - start:.0f} s", file=sys.stderr)
 
-        everything = itertools.chain([first], passages)
-        bm25.build(place, everything, about, stopped=self._stopped.is_set, progress=tell)
+        all_passages = itertools.chain([first], passages)
+        bm25.build(place, all_passages, about, stopped=self._stopped.is_set, progress=tell)
 
     def _passages(self) -> Iterator[bm25.Passage]:
         """Yields the passages of the file, or those that the factory makes."""
@@ -299,15 +301,15 @@ class Search:
             for number, row in enumerate(rows, start=1):
                 if isinstance(row, tables.Row):
                     # Without a column for them, a passage's id is its number, and its title is empty.
-                    given = {"id": row.number, "title": ""}
-                    given |= {key: tables.value(row, name, hint) for key, name in self._columns.items() if name}
+                    fields = {"id": row.number, "title": ""}
+                    fields |= {key: tables.value(row, name, hint) for key, name in self._columns.items() if name}
                     where = row.where
                 else:
-                    given, where = row, f"{self._source}, passage {number}"
-                name, title, text = given["id"], given["title"], given["text"]
+                    fields, where = row, f"{self._source}, passage {number}"
+                name, title, text = fields["id"], fields["title"], fields["text"]
                 if not isinstance(text, str) or not isinstance(title, str):
-                    told = f"title and text of a passage must be texts, not {title!r} and {text!r}"
-                    raise protocols.DataError(f"{where}: {told}")
+                    problem = f"title and text of a passage must be texts, not {title!r} and {text!r}"
+                    raise protocols.DataError(f"{where}: {problem}")
                 if not isinstance(name, str | int):
                     raise protocols.DataError(f"{where}: the id of a passage must be a text or a number, not {name!r}")
                 yield bm25.Passage(str(name), title, text)
@@ -341,18 +343,18 @@ class Search:
     def _answer(self, index: bm25.Index, query: str, page: int) -> str:
         before = (page - 1) * self._results
         if self._vectors is None:
-            hits, more = index.search(query, before, self._results, self._snippet_words, self._seconds)
+            hits, has_more = index.search(query, before, self._results, self._snippet_words, self._seconds)
         else:
             due = time.monotonic() + self._seconds
             places = self._vectors.best(query, before + self._results + 1, due)
-            more = len(places) > before + self._results
+            has_more = len(places) > before + self._results
             hits = index.passages_at(places[before : before + self._results], self._snippet_words, due)
         if not hits:
             return "no results" if page == 1 else f"no results on page {page}"
-        shown = [_shown(self._template, before + place, hit) for place, hit in enumerate(hits, start=1)]
-        if more and self._paging and page < MOST_PAGES:
-            shown.append(f"more results: page {page + 1}")
-        return "\n".join(shown)
+        lines = [_format_hit(self._template, before + place, hit) for place, hit in enumerate(hits, start=1)]
+        if has_more and self._paging and page < MOST_PAGES:
+            lines.append(f"more results: page {page + 1}")
+        return "\n".join(lines)
 
 
 def _check_factory(name: str, arguments: Mapping[str, Any] | None, argument: str) -> None:
@@ -363,7 +365,7 @@ def _check_factory(name: str, arguments: Mapping[str, Any] | None, argument: str
         resolving.check_arguments(factory, name, arguments or {}, f"{FIELD}.{argument}_arguments")
 
 
-def _shown(template: str, place: int, hit: bm25.Hit) -> str:
+def _format_hit(template: str, place: int, hit: bm25.Hit) -> str:
     try:
         return template.format(place=place, id=hit.passage_id, title=hit.title, snippet=hit.snippet)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -404,12 +406,12 @@ class Vectors:
         # Embed once now, so that a model that does not fit the file fails at the start and not at the first search.
         self._vector("a query")
 
-    def best(self, query: str, most: int, due: float) -> list[int]:
+    def best(self, query: str, max_rows: int, due: float) -> list[int]:
         """Returns the rows (from 0) of the passages with the largest inner products, largest first.
 
         Args:
           query: Any text.
-          most: Largest number of rows.
+          max_rows: Largest number of rows.
           due: Deadline as a time of `time.monotonic()`.
 
         Raises:
@@ -430,18 +432,18 @@ class Vectors:
             scores = numpy.concatenate([scores, block])
             rows = numpy.concatenate([rows, numpy.arange(start, start + len(block))])
             # Keep only the best so far: memory stays bounded by one block.
-            if len(scores) > most:
-                kept = numpy.argpartition(-scores, most - 1)[:most]
-                scores, rows = scores[kept], rows[kept]
+            if len(scores) > max_rows:
+                top = numpy.argpartition(-scores, max_rows - 1)[:max_rows]
+                scores, rows = scores[top], rows[top]
         # lexsort takes its last key first: it sorts by score, and by row if scores are equal.
         return [int(row) for row in rows[numpy.lexsort((rows, -scores))]]
 
     def _vector(self, query: str) -> Any:
         """Returns the query's vector, of shape (width,)."""
-        made = numpy.asarray(self._embed([query]), numpy.float32)
-        if made.shape != (1, self._vectors.shape[1]):
+        vectors = numpy.asarray(self._embed([query]), numpy.float32)
+        if vectors.shape != (1, self._vectors.shape[1]):
             raise protocols.DataError(
                 f"{self._path}: its vectors have {self._vectors.shape[1]} numbers, but of one query an array of shape "
-                f"{made.shape} was made; use the model that made the file"
+                f"{vectors.shape} was made; use the model that made the file"
             )
-        return made[0]
+        return vectors[0]

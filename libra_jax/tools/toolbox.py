@@ -60,14 +60,14 @@ CALL = "async def call(self, arguments), which returns a protocols.ToolReturn or
 def check_kind(tool: Any) -> None:
     """Refuses an object that is no `Tool`; what its other attributes hold is looked at later."""
     lacking = [name for name in ("name", "description", "parameters", "call") if not hasattr(tool, name)]
-    whose = f"{type(tool).__module__}.{type(tool).__qualname__}"
+    type_name = f"{type(tool).__module__}.{type(tool).__qualname__}"
     config.check(
         not lacking,
         "tools.use",
-        f"a tool of type {whose} has no {' and no '.join(lacking)}; tools have name, description, parameters (a JSON "
-        f"schema) and {CALL}",
+        f"a tool of type {type_name} has no {' and no '.join(lacking)}; tools have name, description, parameters (a "
+        f"JSON schema) and {CALL}",
     )
-    check_call(tool.call, f"{tool.name!r} ({whose})")
+    check_call(tool.call, f"{tool.name!r} ({type_name})")
 
 
 def check_call(call: Any, tool: str) -> None:
@@ -177,7 +177,7 @@ class Toolbox:
             text = limits.cut(f"error: {problem}", self._most_characters)
             return protocols.ToolReturn(_UNKNOWN if tool is None else tool.name, "failure", text)
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        start = loop.time()
         answer: object
         try:
             with user_code.contain_exits():
@@ -198,7 +198,7 @@ class Toolbox:
             raise protocols.EnvironmentCrashed(f"call of the tool {tool.name!r} returned {problem}; write {CALL}")
         text = limits.cut(answer.content, self._most_characters)
         # A tool may know better than the clock how long it worked, for example without a wait for its turn.
-        seconds = answer.seconds or loop.time() - began
+        seconds = answer.seconds or loop.time() - start
         return dataclasses.replace(answer, tool=tool.name, content=text, seconds=seconds)
 
     async def close(self) -> None:

@@ -100,8 +100,8 @@ class Toolkit:
         self.describe, self.parallel = tools.describe, tools.parallel
         self._servers = mcp_connection.entries(tools)
         # A file may list servers for other programs too, so unused entries of a file are no error.
-        written = [name for name, entry in self._servers.items() if entry.written]
-        for field, named in (("tools.arguments", list(tools.arguments)), ("tools.mcp", written)):
+        config_servers = [name for name, entry in self._servers.items() if entry.in_config]
+        for field, named in (("tools.arguments", list(tools.arguments)), ("tools.mcp", config_servers)):
             for name in named:
                 config.check(name in tools.use, field, f"has {name!r}, which tools.use does not name")
         self.schemas: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ class Toolkit:
         for name in tools.use:
             self._add(name)
         self._sandbox: pool.Sandbox | None = None
-        self._kept: dict[object, Resource] = {}
+        self._resources: dict[object, Resource] = {}
         self._starting = asyncio.Lock()
         self._stack = contextlib.AsyncExitStack()
 
@@ -129,10 +129,10 @@ class Toolkit:
         factory = resolving.resolve(full, "tools.use")
         # A factory asks for the sandbox of the rollout by having this parameter.
         if "session" not in inspect.signature(factory).parameters:
-            made = resolving.call(factory, full, arguments, field)
-            if not isinstance(made, Shared):
-                toolbox.check_kind(made)
-            self._shared.append((name, made))
+            product = resolving.call(factory, full, arguments, field)
+            if not isinstance(product, Shared):
+                toolbox.check_kind(product)
+            self._shared.append((name, product))
             return
         if inspect.isclass(factory):  # its tools are made with the first sandbox, and a dry run starts none
             toolbox.check_call(getattr(factory, "call", None), repr(name))
@@ -171,27 +171,29 @@ class Toolkit:
 
     def missing(self) -> list[str]:
         """Returns a sentence for each file that the tools read and that is not on this machine."""
-        return [said for _, shared in self._shared if isinstance(shared, ReadsFiles) for said in shared.missing()]
+        return [
+            sentence for _, shared in self._shared if isinstance(shared, ReadsFiles) for sentence in shared.missing()
+        ]
 
     async def sandbox(self) -> pool.Sandbox:
         """Returns the run's sandbox pool. The first call starts it."""
         async with self._starting:
             # Under the lock, or two rollouts that begin at once would start two pools.
             if self._sandbox is None:
-                kept = self._sandbox_config
-                made = pool.Sandbox(
-                    kept.limits(),
-                    kept.backend,
-                    allow_unsafe=kept.allow_unsafe,
-                    warm=kept.warm,
-                    most=kept.most,
-                    packages=kept.packages,
-                    image=kept.image,
+                settings = self._sandbox_config
+                sandbox = pool.Sandbox(
+                    settings.limits(),
+                    settings.backend,
+                    allow_unsafe=settings.allow_unsafe,
+                    warm=settings.warm,
+                    most=settings.most,
+                    packages=settings.packages,
+                    image=settings.image,
                 )
-                self._sandbox = await self._stack.enter_async_context(made)
+                self._sandbox = await self._stack.enter_async_context(sandbox)
         return self._sandbox
 
-    async def kept(self, key: object, make: Callable[[], R]) -> R:
+    async def open_once(self, key: object, make: Callable[[], R]) -> R:
         """Returns a resource that the run's environments share besides tools, such as processes that check answers.
 
         Args:
@@ -199,18 +201,18 @@ class Toolkit:
           make: Makes the resource at the first call with this key. It is opened then, and closed with the tools.
         """
         async with self._starting:
-            if key not in self._kept:
-                made = make()
+            if key not in self._resources:
+                resource = make()
                 # Registered before opening, so that a half-opened resource is closed too.
-                self._stack.push_async_callback(_close, made)
-                await call_deadlines.within(OPEN_SECONDS, call_deadlines.call(made.open))
-                self._kept[key] = made
-        return cast(R, self._kept[key])
+                self._stack.push_async_callback(_close, resource)
+                await call_deadlines.within(OPEN_SECONDS, call_deadlines.call(resource.open))
+                self._resources[key] = resource
+        return cast(R, self._resources[key])
 
     def system_message(self, system: str) -> str:
         """Returns a system message with the description of the tools after it, if the config wants tools described."""
-        told = self.format.instructions(self.schemas) if self.schemas and self.describe else ""
-        return "\n\n".join(part for part in (system, told) if part)
+        instructions = self.format.instructions(self.schemas) if self.schemas and self.describe else ""
+        return "\n\n".join(part for part in (system, instructions) if part)
 
     async def toolbox(self, *, session: bool = False) -> toolbox.Toolbox:
         """Returns the tools for one rollout. The caller closes the toolbox.
@@ -219,13 +221,15 @@ class Toolkit:
           session: Whether the rollout needs a sandbox even if no tool does.
         """
         # A session takes its sandbox at the first call, so a rollout that calls no such tool holds none.
-        own = (await self.sandbox()).session() if session or self._of_session else None
-        tools = [make(own) for make in self._of_session if own is not None]
+        sandbox_session = (await self.sandbox()).session() if session or self._of_session else None
+        tools = [make(sandbox_session) for make in self._of_session if sandbox_session is not None]
         in_session = [tool.name for tool in tools]
         with user_code.contain_exits():
             for _, shared in self._shared:
                 tools += shared.tools() if isinstance(shared, Shared) else [shared]
-        return toolbox.Toolbox(tools, self._config.most_characters, own, in_session, self._config.exceptions)
+        return toolbox.Toolbox(
+            tools, self._config.most_characters, sandbox_session, in_session, self._config.exceptions
+        )
 
 
 async def _close(shared: Resource) -> None:

@@ -153,7 +153,7 @@ def test_a_reset_starts_the_processes_and_checks_wait_for_one_and_get_their_own_
         async with kit() as tools:
             await math.environment(tools, processes=2).reset(protocols.Task("t", {"prompt": "?", "answer": "1"}))
             assert len(workers()) == 2, "no step waits for them"
-            checker = await tools.kept((verifier.Verifier, 2, 4.0), None)
+            checker = await tools.open_once((verifier.Verifier, 2, 4.0), None)
             findings = await asyncio.gather(*(checker.check(f"\\boxed{{{n}}}", [str(n % 5)]) for n in range(30)))
             assert len(workers()) == 2
             return [finding.right for finding in findings]
@@ -285,7 +285,7 @@ def test_what_environments_share_is_made_once_and_closed_with_the_tools():
 
     async def body():
         async with kit() as tools:
-            kept = await asyncio.gather(*(tools.kept("a", lambda: Kept(log)) for _ in range(3)))
+            kept = await asyncio.gather(*(tools.open_once("a", lambda: Kept(log)) for _ in range(3)))
             assert len(set(map(id, kept))) == 1
             assert log == ["made", "opened"]
         assert log == ["made", "opened", "closed"]

@@ -301,7 +301,7 @@ def test_processes_that_leave_no_room_for_a_call_are_the_codes_doing():
 
 
 def test_a_first_process_that_gives_up_is_the_codes_doing(monkeypatch):
-    broken = backends.SOURCE.replace("everything, limits =", "1 / 0; everything, limits =")
+    broken = backends.SOURCE.replace("processes, limits =", "1 / 0; processes, limits =")
     monkeypatch.setattr(backends, "SOURCE", broken)
     (outcome,) = run("import time\ntime.sleep(9)")
     assert (outcome.broken, outcome.by_code) == (False, True)

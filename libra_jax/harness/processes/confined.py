@@ -133,7 +133,7 @@ class Confined:
             return ""
         host, port = parts.hostname or "127.0.0.1", parts.port or 80
         name = f"gateway-{port}"
-        await self.tools.kept((Door, host, port), lambda: Door(sandbox.door / name, host, port))
+        await self.tools.open_once((Door, host, port), lambda: Door(sandbox.door / name, host, port))
         return f"{sandbox.door_place}/{name}"
 
     def _code(self, job: jobs.Job, door: str) -> str:

@@ -151,7 +151,7 @@ class Backend(abc.ABC):
         """
         places = [directory] if directory else [WORKSPACE, "/tmp", "/dev/shm"]
         packages = list(self.packages.values())
-        told = {
+        supervisor_settings = {
             "workspace": places[0],
             "writable": places,
             "private": [] if directory else places,
@@ -169,7 +169,7 @@ class Backend(abc.ABC):
             "TMPDIR": directory or "/tmp",
             "PYTHONPATH": ":".join(packages),
         }
-        return [SOURCE, json.dumps(told)], environment
+        return [SOURCE, json.dumps(supervisor_settings)], environment
 
 
 def make(
@@ -243,34 +243,34 @@ class Bubblewrap(Backend):
         # kernel's first choice to kill if memory runs out. Paths that only root reaches are mounted below /mnt first,
         # in a private mount namespace, while the process is still root.
         home = os.path.realpath(sys.base_prefix)
-        shown = {home: home, **self.packages, **({os.path.realpath(door): DOOR} if door else {})}
-        self._shown = {path: (path, place) for path, place in shown.items()}
+        places = {home: home, **self.packages, **({os.path.realpath(door): DOOR} if door else {})}
+        self._binds = {path: (path, place) for path, place in places.items()}
         script, words = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; ", ["sh", "-c"]
         mounts = [_MAKE_ZERO] * bool(self._zero) + [_MAKE_TERMINALS] * bool(self._terminals)
         # An overlay has files of its own: a lock on one is none on the host's. Named by `.`, it does not tell its path.
         overlays = self._root and _overlays()
         folders = [_LOWER, _TERMINALS]
         self._system = {path: path for path in _READ_ONLY if os.path.isdir(path) and not os.path.islink(path)}
-        for number, path in enumerate([*self._shown, *self._system] if self._root else ()):
+        for number, path in enumerate([*self._binds, *self._system] if self._root else ()):
             place = f"/mnt/{number}"
             # A socket is reached through its own file only, so the door stays as it is.
-            if overlays and self._shown.get(path, ("", ""))[1] != DOOR and not _holds_mounts(path):
+            if overlays and self._binds.get(path, ("", ""))[1] != DOOR and not _holds_mounts(path):
                 mounts.append(_overlay(path, place))
             elif not all(folder.stat().st_mode & 0o001 for folder in (Path(path), *Path(path).parents)):
                 mounts.append(f"mount --bind {shlex.quote(path)} {place}")
             else:
                 continue
             folders.append(place)
-            if path in self._shown:
-                self._shown[path] = (place, self._shown[path][1])
+            if path in self._binds:
+                self._binds[path] = (place, self._binds[path][1])
             else:
                 self._system[path] = place
         if mounts:
             words = [*_PRIVATELY, *words]
             script += "".join(f"{mount}; " for mount in (_EMPTY, f"mkdir {' '.join(folders)}", *mounts))
         self._prefix = [*words, script + 'exec "$@"', "sh"]
-        found = re.match(r"(\d+)\.(\d+)", platform.release())
-        release = (int(found[1]), int(found[2])) if found else (0, 0)
+        match = re.match(r"(\d+)\.(\d+)", platform.release())
+        release = (int(match[1]), int(match[2])) if match else (0, 0)
         # From Linux 5.14 on, each user namespace has its own process count. Before, the count included the user's other
         # processes on the host, so a limit on it could fail a sandbox that is nearly empty.
         self._counts = release >= (5, 14)
@@ -307,14 +307,16 @@ class Bubblewrap(Backend):
         return Launch(command, environment, int(info), tuple(descriptors))
 
     def caveats(self, *, group: bool) -> list[str]:
-        found = [] if group else [_SAMPLED]
+        caveats = [] if group else [_SAMPLED]
         if not seccomp.program():
-            found.append(f"no filter of system calls for {platform.machine()}: code can change limits and priorities")
+            caveats.append(f"no filter of system calls for {platform.machine()}: code can change limits and priorities")
         if self._users is None:
-            found.append("all sandboxes are one user's: pipes, watches and open files in transit are counted together")
+            caveats.append(
+                "all sandboxes are one user's: pipes, watches and open files in transit are counted together"
+            )
         if not (group or self._zero):
-            found.append("memory that is shared through /dev/zero and mostly unmapped again is not counted")
-        return found
+            caveats.append("memory that is shared through /dev/zero and mostly unmapped again is not counted")
+        return caveats
 
     def _mounts(self) -> list[str]:
         words = []
@@ -335,7 +337,7 @@ class Bubblewrap(Backend):
             if "--size" in self._options:  # otherwise the first process checks the size while a call runs
                 words += ["--size", str(self.limits.workspace_mib * 2**20)]
             words += ["--tmpfs", path]
-        for path, place in self._shown.values():
+        for path, place in self._binds.values():
             words += ["--ro-bind", path, place]
         return [*words, "--remount-ro", "/dev"]
 

@@ -52,13 +52,13 @@ def _become(output: int, settings: dict[str, Any], channel: socket.socket | None
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     os.setsid()
-    kept = -1 if channel is None else channel.fileno()
+    channel_descriptor = -1 if channel is None else channel.fileno()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     # Closes every descriptor except the standard streams and the channel.
-    os.closerange(3, max(3, kept))
-    os.closerange(max(3, kept + 1), _DESCRIPTORS)
+    os.closerange(3, max(3, channel_descriptor))
+    os.closerange(max(3, channel_descriptor + 1), _DESCRIPTORS)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(settings["workspace"])
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for as long as the process lives
@@ -73,13 +73,14 @@ def _renew_streams() -> None:
     sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def once(kind: str, body_bytes: int, told: int, output: int, settings: dict[str, Any]) -> int:
+def once(kind: str, body_bytes: int, ack_writer: int, output: int, settings: dict[str, Any]) -> int:
     """Does one call in a fresh process and returns the exit status.
 
-    The child reads the body itself and writes "+" to `told` afterwards. The parent never holds the body in memory.
+    The child reads the body itself and writes "+" to `ack_writer` afterwards. The parent never holds the body in
+    memory.
     """
     body = read_exactly(0, body_bytes)
-    os.write(told, b"+")
+    os.write(ack_writer, b"+")
     _become(output, settings)
     if kind == "run":
         good = _execute(body, _main(settings), 1)
@@ -142,10 +143,10 @@ def _execute(source: bytes, namespace: dict[str, Any], number: int) -> bool:
     except BaseException as error:
         sys.stdout.flush()
         # Frames of this file are not the policy's business: the traceback starts at the code's first own frame.
-        shown = error.__traceback__
-        while shown is not None and shown.tb_frame.f_code.co_filename != name:
-            shown = shown.tb_next
-        traceback.print_exception(type(error), error, shown)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != name:
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
         return False
     return True
 
@@ -194,22 +195,22 @@ def _save(most_bytes: int, workspace: str, target: BinaryIO) -> None:
     """Writes the workspace's regular files as an archive. Links, pipes and unreadable files are left out."""
     # A tar ends with padding. Each file takes at most a header, a long-name record and its own padding besides its
     # bytes.
-    paths, left = [], most_bytes - 2 * tarfile.RECORDSIZE
+    paths, room = [], most_bytes - 2 * tarfile.RECORDSIZE
     for folder, _, names in os.walk(workspace):  # does not follow links to folders
         for path in sorted(os.path.join(folder, name) for name in names):
-            held = os.lstat(path)
-            if stat.S_ISREG(held.st_mode) and os.access(path, os.R_OK):
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode) and os.access(path, os.R_OK):
                 paths.append(path)
-                left -= 4 * tarfile.BLOCKSIZE + len(os.fsencode(path)) + held.st_size
-    if left < 0:
+                room -= 4 * tarfile.BLOCKSIZE + len(os.fsencode(path)) + status.st_size
+    if room < 0:
         raise ValueError(f"the files take more than {most_bytes} bytes")
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.GNU_FORMAT) as archive:
         for path in paths:
             # O_NOFOLLOW: the path may have become a link since the check above.
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-                held = os.fstat(file.fileno())
+                status = os.fstat(file.fileno())
                 member = tarfile.TarInfo(os.path.relpath(path, workspace))
-                member.size, member.mode = held.st_size, held.st_mode & 0o755
+                member.size, member.mode = status.st_size, status.st_mode & 0o755
                 archive.addfile(member, file)
 
 
@@ -220,11 +221,11 @@ def _edit(body: bytes, workspace: str) -> str:
       OSError, ValueError: The request cannot be done. The message is shown to the policy.
     """
     request = json.loads(body)
-    given, command = request["path"], request["command"]
+    request_path, command = request["path"], request["command"]
     # Resolves links before the check, so that a link cannot lead outside of the workspace.
-    path = os.path.realpath(os.path.join(workspace, given))
+    path = os.path.realpath(os.path.join(workspace, request_path))
     if path != workspace and not path.startswith(workspace + "/"):
-        raise ValueError(f"path: {given} lies outside the workspace {workspace}")
+        raise ValueError(f"path: {request_path} lies outside the workspace {workspace}")
     if command == "view" and os.path.isdir(path):
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         return "".join(f"{entry.name}{'/' * entry.is_dir(follow_symlinks=False)}\n" for entry in entries)
@@ -232,13 +233,13 @@ def _edit(body: bytes, workspace: str) -> str:
         # Encoded before the file is emptied, because a text with a lone surrogate raises.
         created = request["text"].encode(errors="surrogateescape")
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with _opened(path, given, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+        with _open_file(path, request_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
             file.write(created)
-        return f"wrote {given}"
-    with _opened(path, given, os.O_RDONLY) as file:
+        return f"wrote {request_path}"
+    with _open_file(path, request_path, os.O_RDONLY) as file:
         content = file.read(_LONGEST_VIEW + 1)
     if len(content) > _LONGEST_VIEW:
-        raise ValueError(f"path: {given} is larger than {_LONGEST_VIEW // 2**20} MiB")
+        raise ValueError(f"path: {request_path} is larger than {_LONGEST_VIEW // 2**20} MiB")
     # Bytes that are no text survive a change of the text around them.
     text = content.decode(errors="surrogateescape")
     if command == "view":
@@ -247,19 +248,19 @@ def _edit(body: bytes, workspace: str) -> str:
         return "".join(f"{number}\t{line}\n" for number, line in enumerate(lines[first - 1 : last], first))
     old = request["old"]
     if not old or text.count(old) != 1:
-        raise ValueError(f"old: found {text.count(old) if old else 0} times in {given}; it must be there once")
+        raise ValueError(f"old: found {text.count(old) if old else 0} times in {request_path}; it must be there once")
     changed = text.replace(old, request["new"]).encode(errors="surrogateescape")
-    with _opened(path, given, os.O_WRONLY | os.O_TRUNC) as file:
+    with _open_file(path, request_path, os.O_WRONLY | os.O_TRUNC) as file:
         file.write(changed)
-    return f"changed {given}"
+    return f"changed {request_path}"
 
 
-def _opened(path: str, given: str, flags: int) -> BinaryIO:
+def _open_file(path: str, request_path: str, flags: int) -> BinaryIO:
     """Opens a regular file of the workspace."""
     # O_NONBLOCK: opening a pipe would otherwise wait for its other end. O_NOFOLLOW: the path may have become a link
     # since it was resolved. The type is checked on the open descriptor for the same reason.
     descriptor = os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"path: {given} is no regular file")
+        raise ValueError(f"path: {request_path} is no regular file")
     return open(descriptor, "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "wb")

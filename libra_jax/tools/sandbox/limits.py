@@ -46,15 +46,15 @@ class Outcome:
     archive: bytes = b""
 
 
-def cut(text: str, most: int) -> str:
+def cut(text: str, max_characters: int) -> str:
     """Returns the text. If it is too long, returns its two ends and a mark with the number of characters left out."""
-    if len(text) <= most:
+    if len(text) <= max_characters:
         return text
-    head, tail = (most + 1) // 2, most // 2
-    return f"{text[:head]}\n[... {len(text) - most} characters left out ...]\n{text[len(text) - tail :]}"
+    head, tail = (max_characters + 1) // 2, max_characters // 2
+    return f"{text[:head]}\n[... {len(text) - max_characters} characters left out ...]\n{text[len(text) - tail :]}"
 
 
-def delegated(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Path | None:
+def delegated(mounted: Path = Path("/sys/fs/cgroup"), group_file: Path = Path("/proc/self/cgroup")) -> Path | None:
     """Returns a group under which this process may make groups that limit memory and processes. None if there is none.
 
     In version 2, a group that limits others may hold no process itself, except the root. So the group is the parent of
@@ -62,10 +62,10 @@ def delegated(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
     Args:
       mounted: Where the tree of version 2 is mounted.
-      own: File that names this process's own group.
+      group_file: File that names this process's own group.
     """
     with contextlib.suppress(OSError):
-        lines = own.read_text().splitlines()
+        lines = group_file.read_text().splitlines()
         # Version 2 has the hierarchy number 0; other lines belong to version 1.
         here = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), None)
         if here is None:

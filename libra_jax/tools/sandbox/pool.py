@@ -161,13 +161,13 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         refused, allowed = self.too_long(code), self.limits.of_call(seconds)
         if refused is not None:
             return refused
-        lent = await self.take()
+        loan = await self.take()
         try:
             # Cleaned afterwards, because the sandbox serves another caller next.
-            outcome = await lent.call("run", code.encode(errors="replace"), allowed, clean=True)
+            outcome = await loan.call("run", code.encode(errors="replace"), allowed, clean=True)
         finally:
-            self.give_back(lent)
-        return _told(outcome, "")
+            self.give_back(loan)
+        return _with_loss_note(outcome, "")
 
     async def examine(self, files: bytes, code: str, seconds: float | None = None) -> limits_module.Outcome:
         """Runs Python code over an archive's files, in a sandbox that is used for this alone.
@@ -184,17 +184,17 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
           WorkerLost: No sandbox could be started, or it died while unpacking. The files cannot cause such a death.
           DeadlineMissed: No sandbox became free within `Limits.start_seconds`.
         """
-        lent = await self.take(examining=True)
+        loan = await self.take(examining=True)
         try:
-            unpacked = await lent.call("load", files, LOAD_SECONDS)
+            unpacked = await loan.call("load", files, LOAD_SECONDS)
             # None of the files has been run yet, so the files are not to blame.
             if unpacked.broken and unpacked.status != "timeout":
                 raise protocols.WorkerLost(f"a sandbox died while files were unpacked: {unpacked.text}")
             if unpacked.status != "success":
                 raise NotUnpacked(f"a sandbox's files could not be unpacked: {unpacked.text}")
-            return await lent.call("run", code.encode(), self.limits.of_call(seconds))
+            return await loan.call("run", code.encode(), self.limits.of_call(seconds))
         finally:
-            self.give_back(lent, used=True)
+            self.give_back(loan, used=True)
 
     def session(self) -> Session:
         """Returns a sandbox that keeps state and files over calls. Use it as `async with`, or close it."""
@@ -251,11 +251,11 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             if self._closed:  # the pool may have been closed during a long wait
                 raise protocols.WorkerLost(_CLOSED)
             while self._idle and not examining:
-                lent = self._idle.popleft()
-                if lent.alive and not lent.gone:
+                loan = self._idle.popleft()
+                if loan.alive and not loan.gone:
                     # Died while it was idle and before `_watch` noticed.
-                    return lent
-                self._retire(lent)
+                    return loan
+                self._retire(loan)
             return await self._begin(examining=examining)
         except BaseException:
             self._places.release()
@@ -264,33 +264,33 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             # Also if nothing was lent: a warm sandbox may have been found dead.
             self._top_up()
 
-    def give_back(self, lent: worker.Worker, *, used: bool = False) -> None:
+    def give_back(self, loan: worker.Worker, *, used: bool = False) -> None:
         """Ends a loan. A sandbox that is `used` or dead is retired. Any other may serve the next call."""
         self._places.release()
         # Beyond `warm`, sandboxes of a burst of calls would hold memory until the end of the run.
-        if used or not lent.alive or lent.gone or self._closed or len(self._idle) >= self._warm:
-            self._retire(lent)
+        if used or not loan.alive or loan.gone or self._closed or len(self._idle) >= self._warm:
+            self._retire(loan)
         else:
-            self._idle.append(lent)
+            self._idle.append(loan)
         self._top_up()
 
     async def _begin(self, *, examining: bool = False) -> worker.Worker:
         backend, limits = (self._examiner, self._examining) if examining else (self._backend, self.limits)
-        begun = await worker.Worker.start(backend, limits, self._parent)
-        self._live.add(begun)
-        self._spawn(self._watch(begun))
-        return begun
+        new_worker = await worker.Worker.start(backend, limits, self._parent)
+        self._live.add(new_worker)
+        self._spawn(self._watch(new_worker))
+        return new_worker
 
-    async def _watch(self, begun: worker.Worker) -> None:
+    async def _watch(self, ready_worker: worker.Worker) -> None:
         """Retires a sandbox that ends while it is kept ready. The next loan starts its replacement, not this task.
 
         If something ended every sandbox, an immediate replacement would start and end without pause. The task lasts as
         long as the sandbox, which ends in `close` at the latest.
         """
-        await begun.process.wait()
-        if begun in self._idle:
-            self._idle.remove(begun)
-            self._retire(begun)
+        await ready_worker.process.wait()
+        if ready_worker in self._idle:
+            self._idle.remove(ready_worker)
+            self._retire(ready_worker)
 
     def _top_up(self) -> None:
         """Starts another sandbox in the background if fewer than `warm` are ready or starting."""
@@ -311,7 +311,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         self._spawn(refill())
 
     def _retire(self, dead: worker.Worker) -> None:
-        if dead.ended or (dead.alive and dead.gone):  # it ended by itself: nobody here killed it
+        if dead.has_ended or (dead.alive and dead.gone):  # it ended by itself: nobody here killed it
             self._faults.tell(f"The sandbox of process {dead.process.pid} ended of itself; another takes its place")
         dead.kill()
         if not self._closed:  # otherwise `close` waits for it
@@ -391,11 +391,13 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
         async with self._turn:
             if self._worker is None:
                 return limits_module.Outcome("success", "", 0.0, archive=self._files)
-            lent = self._worker
+            loan = self._worker
             try:
-                return await lent.call("save", json.dumps(most_bytes).encode(), LOAD_SECONDS, most=most_bytes)
+                return await loan.call(
+                    "save", json.dumps(most_bytes).encode(), LOAD_SECONDS, max_archive_bytes=most_bytes
+                )
             finally:
-                if not lent.alive:
+                if not loan.alive:
                     self._drop()
 
     async def close(self) -> None:
@@ -408,35 +410,35 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
         if refused is not None:
             return refused
         async with self._turn:
-            lent = await self._ready()
+            loan = await self._ready()
             try:
-                outcome = await lent.call(kind, text.encode(errors="replace"), allowed)
+                outcome = await loan.call(kind, text.encode(errors="replace"), allowed)
             except BaseException:
                 self._untold = True
                 raise
             finally:
-                if not lent.alive:
+                if not loan.alive:
                     self._drop()
             if self._untold:
                 outcome, self._untold = dataclasses.replace(outcome, lost="all"), False
-        return _told(outcome, {"state": STATE_LOST, "all": ALL_LOST}.get(outcome.lost, ""))
+        return _with_loss_note(outcome, {"state": STATE_LOST, "all": ALL_LOST}.get(outcome.lost, ""))
 
     async def _ready(self, *, patient: bool = False) -> worker.Worker:
         if self._closed:
             raise protocols.WorkerLost("the session was closed")
         if self._worker is None:
-            lent = await self._sandbox.take(patient=patient)
+            loan = await self._sandbox.take(patient=patient)
             if self._closed:  # closed during the wait
-                self._sandbox.give_back(lent)
+                self._sandbox.give_back(loan)
                 raise protocols.WorkerLost("the session was closed")
-            self._worker = lent
+            self._worker = loan
             if self._files:
                 await self._unpack(self._worker)
         return self._worker
 
-    async def _unpack(self, lent: worker.Worker) -> None:
+    async def _unpack(self, loan: worker.Worker) -> None:
         try:
-            outcome = await lent.call("load", self._files, LOAD_SECONDS)
+            outcome = await loan.call("load", self._files, LOAD_SECONDS)
         except BaseException:
             self._drop()
             raise
@@ -445,10 +447,10 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
             raise protocols.WorkerLost(f"the session's files could not be unpacked in its sandbox: {outcome.text}")
 
     def _drop(self) -> None:
-        lent, self._worker = self._worker, None
-        if lent is not None:
+        loan, self._worker = self._worker, None
+        if loan is not None:
             # What the policy left in it must not reach another trajectory.
-            self._sandbox.give_back(lent, used=True)
+            self._sandbox.give_back(loan, used=True)
 
 
 @functools.cache  # a run has several pools, and one warning is enough
@@ -458,7 +460,7 @@ def _warn_once(caveats: tuple[str, ...]) -> None:
         _log.warning("Sandboxes are limited only roughly here. %s.", sentences)
 
 
-def _told(outcome: limits_module.Outcome, lost: str) -> limits_module.Outcome:
+def _with_loss_note(outcome: limits_module.Outcome, lost: str) -> limits_module.Outcome:
     """Returns the outcome as the policy reads it: with a note on what was lost, and never with an empty text."""
     text = outcome.text
     if lost:

@@ -45,8 +45,8 @@ PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 class Output:
     """The beginning and the end of a call's output, within a number of bytes. The middle is dropped."""
 
-    def __init__(self, most: int) -> None:
-        self.head, self.tail = bytearray((most + 1) // 2), bytearray(most // 2)
+    def __init__(self, max_bytes: int) -> None:
+        self.head, self.tail = bytearray((max_bytes + 1) // 2), bytearray(max_bytes // 2)
         self.total = 0
         self.scratch = bytearray(65536)
 
@@ -169,13 +169,13 @@ class Supervisor:
 
     def _once(self, kind: str, body_bytes: int, deadline: float) -> Verdict:
         """Runs a call in a fresh process, which reads the call's body itself."""
-        begun, told = os.pipe()
-        child = self._fork(lambda output: children.once(kind, body_bytes, told, output, self.settings))
+        ack_reader, ack_writer = os.pipe()
+        child = self._fork(lambda output: children.once(kind, body_bytes, ack_writer, output, self.settings))
         # Only the child holds the write end now, so the read below ends if the child dies.
-        os.close(told)
-        if os.read(begun, 1) != b"+":
+        os.close(ack_writer)
+        if os.read(ack_reader, 1) != b"+":
             self.leave()  # half of the body is still unread, so the next frame could not be found
-        os.close(begun)
+        os.close(ack_reader)
         verdict = self._attend(child, b"", deadline)
         if not verdict.note and verdict.status == "success":
             code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
@@ -186,11 +186,11 @@ class Supervisor:
     def _ask(self, kind: str, body: bytes, deadline: float) -> Verdict:
         """Runs a call in the interpreter of this kind. Starts the interpreter if there is none."""
         if kind not in self.interpreters:
-            ours, theirs = socket.socketpair()
-            begun = self._fork(lambda output: children.INTERPRETERS[kind](theirs, output, self.settings))
-            theirs.close()
-            ours.setblocking(False)
-            self.interpreters[kind] = begun._replace(channel=ours)
+            parent_end, child_end = socket.socketpair()
+            interpreter = self._fork(lambda output: children.INTERPRETERS[kind](child_end, output, self.settings))
+            child_end.close()
+            parent_end.setblocking(False)
+            self.interpreters[kind] = interpreter._replace(channel=parent_end)
         child = self.interpreters[kind]
         assert child.channel is not None
         if _receive(child.channel):
@@ -273,22 +273,22 @@ class Supervisor:
                 try:
                     request = request[channel.send(request) :]
                 except OSError:
-                    return self._ended(child)
+                    return self._end_verdict(child)
                 if not request:
                     poll.modify(channel, select.POLLIN)
             if channel is not None and events.get(channel.fileno(), 0) & ~select.POLLOUT:
                 piece = _receive(channel)
                 answer += piece
                 if not piece:
-                    return self._ended(child)
+                    return self._end_verdict(child)
                 # An answer before the whole request was sent cannot be an honest one.
                 if request or piece.endswith(b"\0") or len(answer) > _LONGEST_ANSWER:
                     return _FORGED if request else _judge(answer, nonce)
             if child.pidfd in events:
-                return Verdict("success") if channel is None else self._ended(child)
+                return Verdict("success") if channel is None else self._end_verdict(child)
         return Verdict("timeout", lost="" if channel is None else "state")
 
-    def _ended(self, child: Child) -> Verdict:
+    def _end_verdict(self, child: Child) -> Verdict:
         """Returns the verdict on an interpreter that ended during a call.
 
         This is a failure, no matter its exit status.
@@ -307,10 +307,10 @@ class Supervisor:
         over = output.total - len(output.head)
         # Once the ring buffer is full, its oldest byte is the next one to be overwritten.
         tail = [ring[: max(0, over)]] if over <= len(ring) else [ring[over % len(ring) :], ring[: over % len(ring)]]
-        kept = len(head) + sum(map(len, tail))
-        values = {**verdict._asdict(), "split": len(head), "left_out": output.total - kept}
+        body_bytes = len(head) + sum(map(len, tail))
+        values = {**verdict._asdict(), "split": len(head), "left_out": output.total - body_bytes}
         text = json.dumps(values).encode()
-        os.writev(1, [HEADER.pack(len(text), kept), text, head, *tail])
+        os.writev(1, [HEADER.pack(len(text), body_bytes), text, head, *tail])
         # Overwrites the output in memory: the next call may be another trajectory's.
         for buffer in (output.head, output.tail, output.scratch):
             buffer[:] = bytes(len(buffer))
@@ -320,14 +320,14 @@ class Supervisor:
 
     def _processes(self) -> dict[int, usage.Process]:
         """Returns all processes except this one: every process if this one is process 1, otherwise its descendants."""
-        found, me = usage.processes(), os.getpid()
+        processes, me = usage.processes(), os.getpid()
         if me != 1:
-            kept = {me}
-            while more := {pid for pid, process in found.items() if process.parent in kept} - kept:
-                kept |= more
-            found = {pid: process for pid, process in found.items() if pid in kept}
-        found.pop(me, None)
-        return found
+            family = {me}
+            while generation := {pid for pid, process in processes.items() if process.parent in family} - family:
+                family |= generation
+            processes = {pid: process for pid, process in processes.items() if pid in family}
+        processes.pop(me, None)
+        return processes
 
     def _excess(self, interval: float) -> tuple[str, str]:
         """Returns the limit that the call has hit, in a few words, and what is lost with it. Empty if no limit was hit.
@@ -335,13 +335,13 @@ class Supervisor:
         Args:
           interval: Seconds since the last check.
         """
-        everything, limits = self._processes(), self.limits
-        found = {pid: process for pid, process in everything.items() if process.runs}
-        if sum(process.threads for process in found.values()) > limits["processes"] + len(self.interpreters):
+        processes, limits = self._processes(), self.limits
+        running = {pid: process for pid, process in processes.items() if process.runs}
+        if sum(process.threads for process in running.values()) > limits["processes"] + len(self.interpreters):
             return f"more than {limits['processes']} processes and threads", ""
-        if self.processor.seconds(everything, interval) > limits["cpu_seconds"]:
+        if self.processor.seconds(processes, interval) > limits["cpu_seconds"]:
             return f"more than {limits['cpu_seconds']:g} s of processor time", ""
-        memory = usage.memory(found, network=os.getpid() == 1)
+        memory = usage.memory(running, network=os.getpid() == 1)
         if memory == float("inf"):
             return "more mappings of memory than can be counted", ""
         if memory > limits["memory_mib"] * 2**20:
@@ -349,11 +349,11 @@ class Supervisor:
         if self.settings["private"] and len(os.listdir("/dev/pts")) - 1 > TERMINALS:
             return f"more than {TERMINALS} terminals", ""
         for path in self.settings["private"]:
-            held = os.statvfs(path)
-            if held.f_files - held.f_ffree > limits["files"]:
+            filesystem = os.statvfs(path)
+            if filesystem.f_files - filesystem.f_ffree > limits["files"]:
                 # The whole sandbox: its files stay, so every later call would hit this limit as well.
                 return f"more than {limits['files']} files in {path}", "all"
-            if (held.f_blocks - held.f_bfree) * held.f_frsize > limits["workspace_mib"] * 2**20:
+            if (filesystem.f_blocks - filesystem.f_bfree) * filesystem.f_frsize > limits["workspace_mib"] * 2**20:
                 return f"more than {limits['workspace_mib']} MiB in {path}", "all"
         return "", ""
 
@@ -365,22 +365,24 @@ class Supervisor:
                 os.kill(-1, signal.SIGSTOP)
         for child in self.interpreters.values():
             child.signal(signal.SIGSTOP)
-        kept = {child.pid for child in self.interpreters.values()}
+        interpreter_pids = {child.pid for child in self.interpreters.values()}
         until = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < until:
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-            found = self._processes()
+            processes = self._processes()
             # A kept interpreter may live on if it is stopped, and so may its ended children, which only it can reap.
             # Any other ended process is reaped here, in the next round at the latest.
             if all(
-                process.state in "TtZX" if pid in kept else process.parent in kept and not process.runs
-                for pid, process in found.items()
+                process.state in "TtZX"
+                if pid in interpreter_pids
+                else process.parent in interpreter_pids and not process.runs
+                for pid, process in processes.items()
             ):
-                self.processor.begin(found)
+                self.processor.begin(processes)
                 return True
-            for pid in found.keys() - kept:
+            for pid in processes.keys() - interpreter_pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.0005)
@@ -393,8 +395,8 @@ class Supervisor:
         """
         try:
             for path in self.settings["private"]:
-                held = os.statvfs(path)
-                if held.f_files - held.f_ffree > EMPTIED_FILES:
+                filesystem = os.statvfs(path)
+                if filesystem.f_files - filesystem.f_ffree > EMPTIED_FILES:
                     return False
             for path in self.settings["writable"]:
                 os.chmod(path, 0o755)

@@ -60,15 +60,15 @@ class Process(NamedTuple):
 
 def processes() -> dict[int, Process]:
     """Returns every process, by its id."""
-    found = {}
+    process_table = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := _stat(name)):
             # proc_pid_stat(5), counted from the state: 11 to 14 are times, and 17 is the number of threads.
-            own, waited_for = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
-            found[int(name)] = Process(
-                fields[0].decode(), int(fields[1]), own / _TICKS, waited_for / _TICKS, int(fields[17])
+            own_ticks, child_ticks = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
+            process_table[int(name)] = Process(
+                fields[0].decode(), int(fields[1]), own_ticks / _TICKS, child_ticks / _TICKS, int(fields[17])
             )
-    return found
+    return process_table
 
 
 def _stat(path: str) -> list[bytes]:
@@ -88,51 +88,51 @@ class Processor:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Sight] = {}
+        self._sights: dict[int, _Sight] = {}
         self._vanished = 0.0
         self._before = (0.0, 0.0)
         self._cores = len(os.sched_getaffinity(0))
 
-    def begin(self, found: dict[int, Process]) -> None:
+    def begin(self, process_table: dict[int, Process]) -> None:
         """Starts the count. The processes that live on from before start at zero."""
-        self._seen = {pid: _Sight(process.seconds, 0.0) for pid, process in found.items()}
+        self._sights = {pid: _Sight(process.seconds, 0.0) for pid, process in process_table.items()}
         self._vanished = 0.0
-        self._before = self._totals(found)
+        self._before = self._totals(process_table)
 
-    def seconds(self, found: dict[int, Process], interval: float) -> float:
+    def seconds(self, process_table: dict[int, Process], interval: float) -> float:
         """Returns the seconds since `begin`: the larger of the kernel's sum and the sum of what was seen.
 
         Args:
-          found: All processes, including ended ones that no process has waited for.
+          process_table: All processes, including ended ones that no process has waited for.
           interval: Seconds since the last check.
         """
-        for pid, sight in list(self._seen.items()):
+        for pid, sight in list(self._sights.items()):
             # It ended, or its id now belongs to another process.
-            if pid not in found or found[pid].seconds < sight.seconds:
+            if pid not in process_table or process_table[pid].seconds < sight.seconds:
                 self._vanished += sight.seconds + sight.unseen
-                del self._seen[pid]
+                del self._sights[pid]
         # Threads that run, or wait only for a core. A process with one thread shows that thread's state as its own.
-        ready = {pid: int(process.state == "R") for pid, process in found.items() if process.runs}
-        for pid in (pid for pid in ready if found[pid].threads > 1):
+        ready = {pid: int(process.state == "R") for pid, process in process_table.items() if process.runs}
+        for pid in (pid for pid in ready if process_table[pid].threads > 1):
             with contextlib.suppress(OSError):
                 threads = os.listdir(f"/proc/{pid}/task")
                 ready[pid] = sum(_stat(f"{pid}/task/{thread}")[:1] == [b"R"] for thread in threads)
         # Processes that wait for a core use none.
         share = interval * min(1.0, self._cores / max(1, sum(ready.values())))
-        for pid, process in found.items():
+        for pid, process in process_table.items():
             used = ready.get(pid, 0) * share
-            known = pid in self._seen
+            is_known = pid in self._sights
             # Half an interval passes on average between the last look at a process and its end.
-            unseen = used / 2 if known else max(0.0, used - process.seconds)
-            self._seen[pid] = _Sight(process.seconds, unseen)
-        waited_for, seen = self._totals(found)
-        return max(waited_for - self._before[0], seen - self._before[1])
+            unseen = used / 2 if is_known else max(0.0, used - process.seconds)
+            self._sights[pid] = _Sight(process.seconds, unseen)
+        kernel_seconds, observed_seconds = self._totals(process_table)
+        return max(kernel_seconds - self._before[0], observed_seconds - self._before[1])
 
-    def _totals(self, found: dict[int, Process]) -> tuple[float, float]:
-        gone = resource.getrusage(resource.RUSAGE_CHILDREN)
-        kept = sum(process.seconds + process.of_children for process in found.values())
-        seen = self._vanished + sum(sight.seconds for sight in self._seen.values())
-        return gone.ru_utime + gone.ru_stime + kept, seen
+    def _totals(self, process_table: dict[int, Process]) -> tuple[float, float]:
+        reaped_usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        live_seconds = sum(process.seconds + process.of_children for process in process_table.values())
+        observed_seconds = self._vanished + sum(sight.seconds for sight in self._sights.values())
+        return reaped_usage.ru_utime + reaped_usage.ru_stime + live_seconds, observed_seconds
 
 
 class _Sight(NamedTuple):
@@ -142,24 +142,24 @@ class _Sight(NamedTuple):
     unseen: float
 
 
-def memory(found: Iterable[int], *, network: bool) -> float:
+def memory(pids: Iterable[int], *, network: bool) -> float:
     """Returns the bytes held by the processes and backed by no file. Infinity if they have too many mappings to read.
 
     Args:
-      found: Ids of the processes.
+      pids: Ids of the processes.
       network: Also count the sockets of this network namespace. The namespace has to belong to the processes alone.
     """
-    private, shown, left, shared = 0, 0, MAPS_BYTES, dict[bytes, int]()
+    private_kib, shmem_kib, maps_room, shared = 0, 0, MAPS_BYTES, dict[bytes, int]()
     pipes = 0
-    for pid in found:
-        status = dict(_RESIDENT.findall(_of_a_thread(pid, "status", 2**16)))
-        private += int(status.get(b"RssAnon", 0))
-        shown += int(status.get(b"RssShmem", 0))
+    for pid in pids:
+        status = dict(_RESIDENT.findall(_read_thread_file(pid, "status", 2**16)))
+        private_kib += int(status.get(b"RssAnon", 0))
+        shmem_kib += int(status.get(b"RssShmem", 0))
         if (descriptors := int(status.get(b"FDSize", 0))) > FEW_DESCRIPTORS:
             pipes += descriptors // 2
-        maps = _of_a_thread(pid, "maps", left)
-        left -= len(maps)
-        if left == 0:
+        maps = _read_thread_file(pid, "maps", maps_room)
+        maps_room -= len(maps)
+        if maps_room == 0:
             return float("inf")
         if b" /dev/zero (deleted)\n" in maps:
             for first, last, offset, inode in _SHARED.findall(maps):
@@ -168,7 +168,7 @@ def memory(found: Iterable[int], *, network: bool) -> float:
                 shared[inode] = max(shared.get(inode, SHARED_BYTES), size)
     # Files of the workspace (tmpfs) count in RssShmem too, and several processes may map the same memory. So the two
     # estimates of shared memory overlap, and the larger one is taken instead of their sum.
-    total = 1024 * private + max(1024 * shown, sum(shared.values())) + PIPE_BYTES * pipes
+    total = 1024 * private_kib + max(1024 * shmem_kib, sum(shared.values())) + PIPE_BYTES * pipes
     if not network:
         return total
     # All sockets, including sockets in transit over other sockets, which no process holds.
@@ -184,12 +184,12 @@ def memory(found: Iterable[int], *, network: bool) -> float:
     return total
 
 
-def _of_a_thread(pid: int, name: str, most: int) -> bytes:
+def _read_thread_file(pid: int, name: str, max_bytes: int) -> bytes:
     """Returns a file of the first thread that still has one. The main thread may have ended before the others."""
     with contextlib.suppress(OSError):
         for thread in (str(pid), *os.listdir(f"/proc/{pid}/task")):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/{name}", "rb") as file:
-                text = file.read(most)
+                text = file.read(max_bytes)
                 if text and (name != "status" or b"\nRssAnon:" in text):
                     return text
     return b""

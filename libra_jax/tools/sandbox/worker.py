@@ -33,7 +33,7 @@ _SIGNALS = 128
 
 _REASON_BYTES = 2000
 _SLACK_SECONDS = 1.0
-_TOLD_BYTES = 65536
+_INFO_BYTES = 65536
 
 
 def pack(directory: Path, most_mib: int) -> bytes:
@@ -42,7 +42,7 @@ def pack(directory: Path, most_mib: int) -> bytes:
         raise protocols.ConfigError(f"the workspace {directory} is no directory of this host; name one that is")
     room, content = most_mib * 2**20, io.BytesIO()
 
-    def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    def prepare_member(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         if not (member.isfile() or member.isdir() or member.issym()):
             return None  # a socket or a device cannot be copied as a file
         nonlocal room
@@ -55,7 +55,7 @@ def pack(directory: Path, most_mib: int) -> bytes:
         return member
 
     with tarfile.open(fileobj=content, mode="w") as archive:
-        archive.add(directory, arcname=".", filter=kept)
+        archive.add(directory, arcname=".", filter=prepare_member)
     return content.getvalue()
 
 
@@ -133,14 +133,14 @@ class Worker:
       launch: What the sandbox holds besides its processes. Empty once it is closed.
       limits: Limits of the sandbox.
       alive: True until the sandbox is killed, breaks the protocol or ends. After that it cannot be used.
-      ended: True if a call found that the sandbox had ended by itself.
+      has_ended: True if a call found that the sandbox had ended by itself.
     """
 
     process: asyncio.subprocess.Process
     launch: backends.Launch
     limits: limits_module.Limits
     alive: bool = True
-    ended: bool = False
+    has_ended: bool = False
     # Descriptor of the first process; -1 if it is not known.
     _first: int = field(default=-1, init=False)
     _group: limits_module.ControlGroup | None = field(default=None, init=False)
@@ -213,21 +213,21 @@ class Worker:
         except (EOFError, Malformed, OSError) as error:
             reason = ""
             with contextlib.suppress(call_deadlines.Overdue):
-                said = await call_deadlines.within(_SLACK_SECONDS, self.process.stderr.read(_REASON_BYTES))
-                reason = " ".join(said.decode(errors="replace").split())
+                stderr = await call_deadlines.within(_SLACK_SECONDS, self.process.stderr.read(_REASON_BYTES))
+                reason = " ".join(stderr.decode(errors="replace").split())
             raise protocols.WorkerLost(f"the sandbox did not start: {reason or error}") from error
         if self.launch.info_fd >= 0:  # bubblewrap writes it before the first process runs, so it is complete by now
-            told = json.loads(os.pread(self.launch.info_fd, _TOLD_BYTES, 0))
+            info = json.loads(os.pread(self.launch.info_fd, _INFO_BYTES, 0))
             # Unlike an id, a pidfd never comes to mean another process.
-            self._first = os.pidfd_open(int(told["child-pid"]))
+            self._first = os.pidfd_open(int(info["child-pid"]))
             if parent is not None:
                 try:
-                    self._group = limits_module.ControlGroup(parent, self.limits, int(told["child-pid"]))
+                    self._group = limits_module.ControlGroup(parent, self.limits, int(info["child-pid"]))
                 except OSError as error:
                     raise protocols.WorkerLost(f"the control group {parent} takes no sandbox: {error}") from error
 
     async def call(
-        self, kind: str, body: bytes, seconds: float, *, clean: bool = False, most: int = 0
+        self, kind: str, body: bytes, seconds: float, *, clean: bool = False, max_archive_bytes: int = 0
     ) -> limits_module.Outcome:
         """Has the sandbox do one thing.
 
@@ -236,28 +236,30 @@ class Worker:
           body: Code, a command, a request in JSON or an archive.
           seconds: Deadline of the call in seconds.
           clean: Remove all files afterwards, because another caller may be next.
-          most: Largest archive in bytes that "save" may return. The archive is then in the outcome, and its text is
-            empty.
+          max_archive_bytes: Largest archive in bytes that "save" may return. The archive is then in the outcome,
+            and its text is empty.
 
         Returns:
           The outcome. `alive` is False afterwards if the call ended the sandbox. Cancelling a call kills the sandbox.
         """
         assert self.process.stdin is not None
         clock = asyncio.get_running_loop().time
-        began = clock()
-        head = json.dumps({"kind": kind, "seconds": seconds, "clean": clean, "most": most}).encode()
+        start = clock()
+        head = json.dumps({"kind": kind, "seconds": seconds, "clean": clean, "most": max_archive_bytes}).encode()
         try:
             self.process.stdin.write(supervisor.HEADER.pack(len(head), len(body)) + head + body)
-            reply = await call_deadlines.within(seconds + GRACE_SECONDS, self._answer(most or self.limits.output_bytes))
+            reply = await call_deadlines.within(
+                seconds + GRACE_SECONDS, self._answer(max_archive_bytes or self.limits.output_bytes)
+            )
         except call_deadlines.Overdue:
             self.kill()
-            return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", clock() - began, "all", True)
+            return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", clock() - start, "all", True)
         except (EOFError, OSError, Malformed) as error:
-            self.ended = not isinstance(error, Malformed)
-            how, by_code = await self._end() if self.ended else ("sent what is no answer", False)
+            self.has_ended = not isinstance(error, Malformed)
+            how, by_code = await self._end() if self.has_ended else ("sent what is no answer", False)
             self.kill()  # not earlier: this signal would hide the first process's own exit status
             return limits_module.Outcome(
-                "failure", f"[the sandbox {how}]", clock() - began, "all", broken=not by_code, by_code=by_code
+                "failure", f"[the sandbox {how}]", clock() - start, "all", broken=not by_code, by_code=by_code
             )
         except BaseException:
             self.kill()
@@ -265,15 +267,15 @@ class Worker:
         by_code = reply.lost == "all"
         if by_code:
             self.kill()
-        if most and reply.status == "success" and not reply.left_out:
+        if max_archive_bytes and reply.status == "success" and not reply.left_out:
             archive = reply.head + reply.tail
-            return limits_module.Outcome("success", "", clock() - began, reply.lost, archive=archive)
+            return limits_module.Outcome("success", "", clock() - start, reply.lost, archive=archive)
         text = reply.text()
-        if most:  # no archive came: the text says why
+        if max_archive_bytes:  # no archive came: the text says why
             text = limits_module.cut(text, self.limits.output_bytes)
         if reply.note:
             text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}[{reply.note}]"
-        return limits_module.Outcome(reply.status, text, clock() - began, reply.lost, by_code=by_code)
+        return limits_module.Outcome(reply.status, text, clock() - start, reply.lost, by_code=by_code)
 
     async def _end(self) -> tuple[str, bool]:
         """Returns how the sandbox ended by itself, in a few words, and whether its code is the cause."""
