@@ -43,31 +43,31 @@ def main() -> None:
         raise protocols.ConfigError(f"--output: {output} is the input; name another file")
     cli.check_output(output)
     count = published.Count()
-    records = _told(published.tasks(dataset, _INPUT.value, _SPLIT.value, count), count)
+    records = _with_progress(published.tasks(dataset, _INPUT.value, _SPLIT.value, count), count)
     # An interrupted conversion must leave no file that looks whole.
     partial = output.with_name(f"{output.name}.partial")
     try:
         _write(records, partial, output.suffix)
         reasons = ", ".join(f"{number:,} ({reason})" for reason, number in count.dropped.most_common())
         drops = f"dropped: {reasons or 'none'}"
-        if not count.kept:
+        if not count.tasks:
             raise protocols.DataError(f"{_INPUT.value}: none of its {count.read:,} rows makes a task: {drops}")
         partial.replace(output)
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     finally:
         partial.unlink(missing_ok=True)
-    print(f"{_DATASET.value}: {count.read:,} rows read, {count.kept:,} tasks written to {output}; {drops}")
+    print(f"{_DATASET.value}: {count.read:,} rows read, {count.tasks:,} tasks written to {output}; {drops}")
     once = f", once {dataset.needs}" if dataset.needs else ""
     print(f"Train on them{once}: --config.task.path={shlex.quote(str(output))} {dataset.flags}")
 
 
-def _told(records: Iterable[published.Record], count: published.Count) -> Iterator[published.Record]:
+def _with_progress(records: Iterable[published.Record], count: published.Count) -> Iterator[published.Record]:
     """Yields the records, with a line on standard error every few seconds."""
     next_line = time.monotonic() + _BETWEEN_LINES
     for record in records:
         if time.monotonic() >= next_line:
-            print(f"{count.read:,} rows read, {count.kept:,} kept", file=sys.stderr, flush=True)
+            print(f"{count.read:,} rows read, {count.tasks:,} kept", file=sys.stderr, flush=True)
             next_line = time.monotonic() + _BETWEEN_LINES
         yield record
 

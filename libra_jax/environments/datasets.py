@@ -64,13 +64,13 @@ class FileTasks:
 
     def describe(self) -> str:
         """Returns how many tasks are held out, and how many differ in nothing but their answers. Empty if none."""
-        given = collections.defaultdict[str, set[str]](set)
+        answers_by_payload = collections.defaultdict[str, set[str]](set)
         for _, payload in self._train + self._evaluation:
             rest = json.dumps({**payload, "answer": ""}, sort_keys=True, default=str)
-            given[rest].add(json.dumps(payload.get("answer"), default=str))
-        unlike = sum(len(values) > 1 for values in given.values())
-        said = f", {len(self._evaluation):,} held out" if self._evaluation else ""
-        return f"{said}, {unlike:,} posed again with another answer" if unlike else said
+            answers_by_payload[rest].add(json.dumps(payload.get("answer"), default=str))
+        unlike = sum(len(values) > 1 for values in answers_by_payload.values())
+        text = f", {len(self._evaluation):,} held out" if self._evaluation else ""
+        return f"{text}, {unlike:,} posed again with another answer" if unlike else text
 
     def task(self, index: int) -> protocols.Task:
         """Returns the training task with this index. The index may go past the first epoch."""
@@ -153,14 +153,14 @@ def read(
     config.check_choice(missing_answers, ("refuse", "skip"), "task.arguments.missing_answers")
     field = "task.arguments.columns"
     config.check(not isinstance(columns, str), field, f"must be a list or a mapping, not {columns!r}")
-    given = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
-    for name, column in given.items():
+    column_names = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
+    for name, column in column_names.items():
         config.check(isinstance(column, str) and bool(column), field, f"{name!r} names no column, but {column!r}")
     # The given columns come last, so that they may name those of prompt and answer, too.
-    mapping = {"prompt": prompt_column, **({"answer": answer_column} if answer_column else {}), **given}
+    mapping = {"prompt": prompt_column, **({"answer": answer_column} if answer_column else {}), **column_names}
     config.check(bool(mapping["prompt"]), "task.arguments.prompt_column", "is empty: name the column of the prompts")
     answer = mapping.pop("answer", "")
-    found: list[tuple[int, dict[str, Any]]] = []
+    numbered_rows: list[tuple[int, dict[str, Any]]] = []
     missing: list[str] = []
     no_column: protocols.DataError | None = None
     for row in tables.rows(path, (*mapping.values(), *([answer] if answer else [])), split):
@@ -176,23 +176,23 @@ def read(
                 continue
             payload["answer"] = _answer(value, row.where, answer)
         _check_plain(payload, row.where)
-        found.append((row.number, payload))
+        numbered_rows.append((row.number, payload))
     if missing:
-        if no_column is not None and not found:  # the name is wrong
+        if no_column is not None and not numbered_rows:  # the name is wrong
             raise no_column
-        count = f"{len(missing):,} of {len(missing) + len(found):,} rows have no answer (column {answer!r})"
+        count = f"{len(missing):,} of {len(missing) + len(numbered_rows):,} rows have no answer (column {answer!r})"
         if missing_answers == "refuse":
             raise protocols.DataError(
                 f"{missing[0]}: {count}, this one first; write them, or leave such rows out with "
                 "--config.task.arguments=\"{'missing_answers': 'skip'}\""
             )
         _warn_once("%s: %s, and are skipped", path, count)
-    if not found:
+    if not numbered_rows:
         raise protocols.DataError(
             f'{path}: holds no tasks; a JSONL file has one a line, such as {{"prompt": "12+30", "answer": "42"}} '
             "(config.task.path)"
         )
-    return found
+    return numbered_rows
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0.05) -> FileTasks:
@@ -203,7 +203,7 @@ def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0
       seed: Seed of the order of training tasks.
       holdout: Share of the distinct prompts that are kept for evaluation. 0 means none. A single prompt is never kept.
     """
-    found = []
+    numbered_rows = []
     for number, row in enumerate(rows):
         where = f"tasks[{number}]"
         if not isinstance(row, Mapping):
@@ -213,25 +213,27 @@ def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0
         if answers.is_missing(answer) and answer not in ("", []):
             raise protocols.DataError(f"{where}: 'answer' is {answer!r}; write it, or leave it or the row out")
         _check_plain(payload, where)
-        found.append((number, payload))
-    if not found:
+        numbered_rows.append((number, payload))
+    if not numbered_rows:
         raise protocols.DataError("tasks: is empty; give at least one mapping with a 'prompt'")
     # A single prompt cannot lie on both sides of the split.
-    alone = all(payload["prompt"] == found[0][1]["prompt"] for _, payload in found)
-    return FileTasks("tasks", seed, found, 0.0 if alone else holdout)
+    alone = all(payload["prompt"] == numbered_rows[0][1]["prompt"] for _, payload in numbered_rows)
+    return FileTasks("tasks", seed, numbered_rows, 0.0 if alone else holdout)
 
 
 def _prompt(value: Any, where: str, column: str) -> Any:
     if isinstance(value, str) and value.strip():
         return value
-    wanted = f"{where}: column {column!r} must be a text that is not empty, or a list of messages with role and content"
+    problem = (
+        f"{where}: column {column!r} must be a text that is not empty, or a list of messages with role and content"
+    )
     if not isinstance(value, list) or not value:
-        raise protocols.DataError(wanted)
+        raise protocols.DataError(problem)
     try:
         for item in value:
             messages.from_dict(item)
     except protocols.DataError as error:
-        raise protocols.DataError(f"{wanted}; {error}") from error
+        raise protocols.DataError(f"{problem}; {error}") from error
     # Empty fields go: tables of one schema give each message all fields, and a prompt is known by its text.
     return [
         {key: part for key, part in item.items() if key in ("role", "content") or part not in messages.EMPTY}

@@ -72,33 +72,33 @@ class EarlyCalls:
     Attributes:
       box: Tools of the rollout. Only calls of `eager` tools start early.
       parser: Parser of this output alone.
-      most: Number of calls of the output that are run at all.
-      heard: Number of calls so far.
-      begun: Started calls by position, until they are taken.
+      max_calls: Number of calls of the output that are run at all.
+      call_count: Number of calls so far.
+      running_calls: Started calls by position, until they are taken.
     """
 
     box: toolbox.Toolbox
     parser: formats.Scanner
-    most: int
-    heard: int = 0
-    begun: dict[int, tuple[formats.Call, asyncio.Task[protocols.ToolReturn]]] = field(default_factory=dict)
+    max_calls: int
+    call_count: int = 0
+    running_calls: dict[int, tuple[formats.Call, asyncio.Task[protocols.ToolReturn]]] = field(default_factory=dict)
 
     def hear(self, text: str) -> None:
         """Takes the next piece of the output, and starts the calls that the piece completes."""
         for call in self.parser.feed(text):
-            place, self.heard = self.heard, self.heard + 1
-            # Calls beyond `most` and ill-formed ones are answered with a failure, so nothing is started for them.
-            if place < self.most and not call.problem and self.box.eager(call.name):
+            place, self.call_count = self.call_count, self.call_count + 1
+            # Calls beyond `max_calls` and ill-formed ones are answered with a failure, so nothing is started for them.
+            if place < self.max_calls and not call.problem and self.box.eager(call.name):
                 running = asyncio.get_running_loop().create_task(self.box.call(call.name, call.arguments))
-                self.begun[place] = call, running
+                self.running_calls[place] = call, running
 
     async def close(self) -> None:
         """Cancels the calls that were not taken, and waits for their end."""
-        left = [running for _, running in self.begun.values()]
-        self.begun.clear()
-        for running in left:
+        tasks = [running for _, running in self.running_calls.values()]
+        self.running_calls.clear()
+        for running in tasks:
             running.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Dialogue:
@@ -219,17 +219,17 @@ class Dialogue:
         If a call raises or the wait is cancelled, the other calls are cancelled too.
         """
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        start = loop.time()
         running = [loop.create_task(self._run(box, place, call, early)) for place, call in enumerate(calls)]
         try:
             with contextlib.suppress(call_deadlines.Overdue):
                 # Ends at the first error, so that a lost sandbox is not waited for until the deadline.
-                ended = asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
-                await call_deadlines.within(self._tools.call_seconds, ended)
+                completion = asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+                await call_deadlines.within(self._tools.call_seconds, completion)
             # Re-raises an infrastructure failure of one call, which would otherwise hide in its task.
             if raised := [call for call in running if call.done() and call.exception() is not None]:
                 await raised[0]
-            seconds = loop.time() - began
+            seconds = loop.time() - start
             return [
                 run.result() if run.done() else protocols.ToolReturn(str(call.name), "timeout", "timeout", seconds)
                 for call, run in zip(calls, running, strict=True)
@@ -242,22 +242,22 @@ class Dialogue:
     async def _run(
         self, box: toolbox.Toolbox, place: int, call: formats.Call, early: EarlyCalls | None
     ) -> protocols.ToolReturn:
-        most = self._tools.parallel
-        problem = call.problem or (f"no more than {most} calls run at once" if place >= most else "")
+        max_calls = self._tools.parallel
+        problem = call.problem or (f"no more than {max_calls} calls run at once" if place >= max_calls else "")
         if problem:
             return protocols.ToolReturn(NO_CALL, "failure", f"error: {problem}")
         # A policy may write a name that is no text.
         self._running[place] = str(call.name)
         # The parse of the whole output decides: `EarlyCalls.close` cancels an early call that differs from the parse.
-        if early is None or place not in early.begun or early.begun[place][0] != call:
+        if early is None or place not in early.running_calls or early.running_calls[place][0] != call:
             answer = await box.call(call.name, call.arguments)
         else:
             loop = asyncio.get_running_loop()
-            began = loop.time()
-            answer = await early.begun.pop(place)[1]
+            start = loop.time()
+            answer = await early.running_calls.pop(place)[1]
             self._early += 1
             # Only the seconds that the rollout waited.
-            answer = dataclasses.replace(answer, seconds=loop.time() - began)
+            answer = dataclasses.replace(answer, seconds=loop.time() - start)
         del self._running[place]  # stays if a deadline cuts the call off: the loop then reads `running_tool`
         return answer
 
@@ -278,13 +278,13 @@ class Dialogue:
         """Ends the rollout's early calls and its sandbox."""
         # Forgotten before they are ended, so that a cancelled close never ends anything twice.
         early, self._ahead = self._ahead, None
-        held, self._toolbox = self._toolbox, None
+        box, self._toolbox = self._toolbox, None
         try:
             if early is not None:
                 await early.close()
         finally:
-            if held is not None:
-                await held.close()
+            if box is not None:
+                await box.close()
 
 
 def _name(function: Callable[..., Any]) -> str:

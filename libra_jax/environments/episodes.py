@@ -15,9 +15,9 @@ def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
     config.check(not path, "task.path", "episodes are drawn by seeds; no file is read")
 
     def make(split: str, seed: int, index: int) -> protocols.Task:
-        drawn = splits.generator("episodes", seed, split, index).randrange(2**30)
+        number = splits.generator("episodes", seed, split, index).randrange(2**30)
         # Training episodes have even seeds and held-out episodes odd ones, so none is ever shared.
-        return protocols.Task(f"episode-{split}-{index}", {"seed": 2 * drawn + (split == "evaluation")})
+        return protocols.Task(f"episode-{split}-{index}", {"seed": 2 * number + (split == "evaluation")})
 
     return splits.Tasks(seed, make)
 

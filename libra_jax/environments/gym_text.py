@@ -87,7 +87,7 @@ class Game:
     def reset(self, seed: int) -> str:
         """Starts the episode and returns the first observation as text."""
         observation, _ = self._game.reset(seed=seed)
-        return self._seen(observation)
+        return self._observation_text(observation)
 
     def step(self, action: object) -> tuple[str, float, bool, bool]:
         """Makes a move.
@@ -97,7 +97,12 @@ class Game:
         observation, reward, terminated, truncated, _ = self._game.step(action)
         over = bool(terminated or truncated)
         # The last observation is not shown: nothing follows it, and some games cannot draw it.
-        return "" if over else self._seen(observation), float(reward), over, bool(truncated and not terminated)
+        return (
+            "" if over else self._observation_text(observation),
+            float(reward),
+            over,
+            bool(truncated and not terminated),
+        )
 
     def move(self, output: str) -> tuple[object, str]:
         """Returns the move in an output, and why it is not a valid move. The second is empty if the move is valid."""
@@ -111,14 +116,14 @@ class Game:
         # Nine digits at most: Python takes long to read a huge number, and refuses the longest ones.
         if re.fullmatch(r"-?\d{1,9}", text) and 0 <= int(text) - self._first < len(self.names):
             return int(text), ""
-        shown = ", ".join(self.names) if len(self.names) <= 20 else f"{self.names[0]} to {self.names[-1]}"
-        return None, f"error: {text[:40]!r} is no move; answer with one of {shown}"
+        choices = ", ".join(self.names) if len(self.names) <= 20 else f"{self.names[0]} to {self.names[-1]}"
+        return None, f"error: {text[:40]!r} is no move; answer with one of {choices}"
 
     def close(self) -> None:
         """Releases the resources of the game."""
         getattr(self._game, "close", lambda: None)()
 
-    def _seen(self, observation: object) -> str:
+    def _observation_text(self, observation: object) -> str:
         if self._settings.observe:
             observation = resolving.resolve(self._settings.observe, f"{_FIELD}.observe")(observation)
         elif getattr(self._game, "render_mode", None) == "ansi":
@@ -138,21 +143,21 @@ def plain(text: str) -> str:
 
     Shows highlighted parts as [x], coloured ones as (blue x).
     """
-    shown, closing, place = "", "", 0
+    result, closing, place = "", "", 0
     for match in _ESCAPE.finditer(text):
-        shown += text[place : match.start()]
+        result += text[place : match.start()]
         place = match.end()
         codes = [int(code) for code in match[1].split(";") if code]
         background = any(40 <= code <= 47 or code == 7 for code in codes)
         colour = next((_COLOURS[code - 30] for code in codes if 30 <= code <= 37), "")
         # A new colour or a reset ends the marked part before it.
         if background or colour or 0 in codes or not codes:
-            shown, closing = shown + closing, ""
+            result, closing = result + closing, ""
         if background:
-            shown, closing = shown + "[", "]"
+            result, closing = result + "[", "]"
         elif colour:
-            shown, closing = f"{shown}({colour} ", ")"
-    return shown + text[place:] + closing
+            result, closing = f"{result}({colour} ", ")"
+    return result + text[place:] + closing
 
 
 class GymTextEnvironment:
@@ -186,19 +191,19 @@ class GymTextEnvironment:
         if self._game is None:
             raise RuntimeError("step before reset")
         loop, name = asyncio.get_running_loop(), self._settings.name
-        began = loop.time()
+        start = loop.time()
         action, problem = self._game.move(output)
         if problem:
             return self._tally.result(protocols.ToolReturn(name, "failure", problem), None)
-        seen, reward, over, cut = await call_deadlines.off_loop(self._game.step, action)
-        answer = protocols.ToolReturn(name, "success", seen, loop.time() - began)
+        observation, reward, over, cut = await call_deadlines.off_loop(self._game.step, action)
+        answer = protocols.ToolReturn(name, "success", observation, loop.time() - start)
         return self._tally.result(answer, reward, over=over, cut=cut)
 
     async def close(self) -> None:
         """Closes the episode."""
-        held, self._game = self._game, None
-        if held is not None:
-            await call_deadlines.off_loop(held.close)
+        game, self._game = self._game, None
+        if game is not None:
+            await call_deadlines.off_loop(game.close)
 
     def _random_episode(self, task: protocols.Task) -> list[protocols.Message]:
         game = Game(self._settings)
@@ -208,10 +213,10 @@ class GymTextEnvironment:
             while True:
                 # Random moves will do, because only their format is to be learned.
                 messages.append(protocols.Message("assistant", rng.choice(game.names)))
-                seen, _, over, _ = game.step(game.move(messages[-1].content)[0])
+                observation, _, over, _ = game.step(game.move(messages[-1].content)[0])
                 if over or len(messages) >= 2 * _DEMONSTRATED_STEPS:
                     return messages
-                messages.append(protocols.Message("tool", seen))
+                messages.append(protocols.Message("tool", observation))
         finally:
             game.close()
 

@@ -39,14 +39,14 @@ def given_answer(output: str) -> str:
     text = thoughts.split(output).answer
     tagged = answers.tagged(text)
     text = text if tagged is None else tagged.strip()
-    found = answers.boxes(text)[-_MOST_BOXES:]
-    if not found:
+    boxes = answers.boxes(text)[-_MOST_BOXES:]
+    if not boxes:
         return text[-LONGEST:] if tagged is None else _marked(text)
-    first = len(found) - 1
-    while first and _BETWEEN.fullmatch(text, found[first - 1][1] + 1, found[first][0]):
+    first = len(boxes) - 1
+    while first and _BETWEEN.fullmatch(text, boxes[first - 1][1] + 1, boxes[first][0]):
         first -= 1
-    joined = ", ".join(text[slice(*box)] for box in found[first:])
-    percent = "\\%" if _PERCENT.match(text, found[-1][1] + 1) else ""
+    joined = ", ".join(text[slice(*box)] for box in boxes[first:])
+    percent = "\\%" if _PERCENT.match(text, boxes[-1][1] + 1) else ""
     return f"\\boxed{{{joined}{percent}}}"
 
 
@@ -79,10 +79,10 @@ class _Judge:
         """Returns reward 1 for a right answer, otherwise 0."""
         del box
         accepted = [text.strip() for text in answers.accepted(task.payload)]
-        given = answers.final(output)
-        value = answers.number(given)
+        answer = answers.final(output)
+        value = answers.number(answer)
         # Equal texts and equal numbers are equal answers. Only math-verify tells a list from a decimal comma.
-        if answers.equal(given, task.payload) or (value is not None and value in map(answers.number, accepted)):
+        if answers.equal(answer, task.payload) or (value is not None and value in map(answers.number, accepted)):
             return dialogue.Verdict(1.0, {"answer_read": 1.0, "answer_overran": 0.0})
         checker = await self._checker()
         finding = await checker.check(given_answer(output), [_marked(text) for text in accepted])
@@ -130,10 +130,10 @@ def environment(
     """
     verifier.check_installed()
     field = "task.environment_arguments"
-    whole = isinstance(processes, int) and not isinstance(processes, bool) and processes > 0
-    config.check(whole, f"{field}.processes", f"must be a positive whole number, not {processes!r}")
-    most = verifier.WALL_SECONDS / 2
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= most
-    config.check(number, f"{field}.seconds", f"must lie above 0 and at most at {most:g}, not {seconds!r}")
+    valid_processes = isinstance(processes, int) and not isinstance(processes, bool) and processes > 0
+    config.check(valid_processes, f"{field}.processes", f"must be a positive whole number, not {processes!r}")
+    max_seconds = verifier.WALL_SECONDS / 2
+    valid_seconds = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= max_seconds
+    config.check(valid_seconds, f"{field}.seconds", f"must lie above 0 and at most at {max_seconds:g}, not {seconds!r}")
     judge = _Judge(tools, system, processes, seconds)
     return dialogue.Dialogue(tools, judge.pose, judge.verdict, system=system, demonstrate=judge.demonstration)

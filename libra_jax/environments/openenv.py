@@ -75,7 +75,7 @@ class _Session:
     """A connection to the server. It uses one of the server's sessions until it is closed."""
 
     settings: Settings
-    held: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
+    resources: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
     socket: Any = None
 
     async def reset(self, seed: int) -> Mapping[str, Any]:
@@ -85,7 +85,7 @@ class _Session:
 
         loop, settings = asyncio.get_running_loop(), self.settings
         # Counts the free sessions of the server.
-        await self.held.enter_async_context(call_deadlines.semaphore(settings.address, settings.sessions))
+        await self.resources.enter_async_context(call_deadlines.semaphore(settings.address, settings.sessions))
         due = loop.time() + CAPACITY_SECONDS
         while True:
             try:
@@ -132,20 +132,20 @@ class _Session:
         return protocols.EnvironmentCrashed(f"OpenEnv server {self.settings.address}: {what}")
 
     async def _disconnect(self) -> None:
-        held, self.socket = self.socket, None
-        if held is not None:
+        socket, self.socket = self.socket, None
+        if socket is not None:
             # Each on its own: a connection that cannot send any more still has to be closed.
             with contextlib.suppress(Exception):
-                await held.send(json.dumps({"type": "close"}))
+                await socket.send(json.dumps({"type": "close"}))
             with contextlib.suppress(Exception):
-                await held.close()
+                await socket.close()
 
     async def close(self) -> None:
         """Ends the session, and lets another rollout use its place."""
         try:
             await self._disconnect()
         finally:
-            await self.held.aclose()
+            await self.resources.aclose()
 
 
 class OpenEnvEnvironment:
@@ -163,14 +163,14 @@ class OpenEnvEnvironment:
         self._tally = episodes.Tally(self._settings.reward, self._settings.max_steps)
         self._session = _Session(self._settings)
         data = await self._session.reset(task.payload["seed"])
-        return question.opening(self._seen(data), self._system)
+        return question.opening(self._observation_text(data), self._system)
 
     async def step(self, output: str) -> protocols.StepResult:
         """Takes the action in the output."""
         if self._session is None:
             raise RuntimeError("step before reset")
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        start = loop.time()
         text, problem = episodes.move(output, self._settings.answer), ""
         action: Any = {self._settings.field: text}
         if self._settings.answer == "json":
@@ -188,30 +188,30 @@ class OpenEnvEnvironment:
                 if error.code not in _OF_POLICY:
                     raise self._session.crash(f"{error.code}: {error}") from error
                 problem = f"error: {error}"
-        seconds = loop.time() - began
+        seconds = loop.time() - start
         if problem:
             return self._tally.result(protocols.ToolReturn(TOOL, "failure", problem, seconds), None)
         # Servers send null as the reward of a step that has none.
-        answer = protocols.ToolReturn(TOOL, "success", self._seen(data), seconds)
+        answer = protocols.ToolReturn(TOOL, "success", self._observation_text(data), seconds)
         return self._tally.result(answer, float(data.get("reward") or 0.0), over=bool(data.get("done")))
 
-    def _seen(self, data: Mapping[str, Any]) -> str:
-        observation, wanted = data.get("observation"), self._settings.observe
-        if wanted:
+    def _observation_text(self, data: Mapping[str, Any]) -> str:
+        observation, field_name = data.get("observation"), self._settings.observe
+        if field_name:
             fields = observation if isinstance(observation, Mapping) else {}
             config.check(
-                wanted in fields,
+                field_name in fields,
                 f"{_FIELD}.observe",
-                f"the server's observations have no {wanted!r}; they have {', '.join(fields) or 'no fields'}",
+                f"the server's observations have no {field_name!r}; they have {', '.join(fields) or 'no fields'}",
             )
-            observation = fields[wanted]
+            observation = fields[field_name]
         return observation if isinstance(observation, str) else json.dumps(observation)
 
     async def close(self) -> None:
         """Ends the session."""
-        held, self._session = self._session, None
-        if held is not None:
-            await held.close()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
 
 def environment(

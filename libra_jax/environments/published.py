@@ -31,7 +31,7 @@ from libra_jax.utils import tables
 Record = dict[str, Any]
 
 
-class Dropped(Exception):
+class UnusableRow(Exception):
     """A row makes no task. The message is the reason, with the same text for all such rows."""
 
 
@@ -42,7 +42,7 @@ class Dataset:
     Attributes:
       title: Where the dataset is published.
       columns: Columns that are read.
-      convert: Makes a JSON-compatible task from a row. Raises Dropped, or DataError if a column is missing.
+      convert: Makes a JSON-compatible task from a row. Raises UnusableRow, or DataError if a column is missing.
       flags: Command-line flags to train on it, besides `--config.task.path`, in shell syntax.
       needs: What has to exist before training. Empty if nothing.
     """
@@ -56,10 +56,10 @@ class Dataset:
 
 @dataclass
 class Count:
-    """Numbers of rows `read`, `kept`, and `dropped` by reason."""
+    """Numbers of rows `read`, of `tasks` made, and of rows `dropped` by reason."""
 
     read: int = 0
-    kept: int = 0
+    tasks: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
 
@@ -72,25 +72,25 @@ def tasks(dataset: Dataset, path: str, split: str, count: Count) -> Iterator[Rec
       split: Part of a folder to read.
       count: Updated with each row.
     """
-    seen: dict[bytes, bytes] = {}
+    answer_digests: dict[bytes, bytes] = {}
     for row in tables.rows(path, dataset.columns, split):
         count.read += 1
         try:
             record = dataset.convert(row)
             # Digests, because the texts of a large file would not fit into memory.
-            posed, right = (
+            prompt_digest, answer_digest = (
                 hashlib.blake2b(
                     json.dumps([record.get(name) for name in names], sort_keys=True).encode(), digest_size=16
                 ).digest()
                 for names in (_POSED, _RIGHT)
             )
-            if posed in seen:
-                raise Dropped(_REPEATED if seen[posed] == right else _CONTRADICTED)
-        except Dropped as reason:
+            if prompt_digest in answer_digests:
+                raise UnusableRow(_REPEATED if answer_digests[prompt_digest] == answer_digest else _CONTRADICTED)
+        except UnusableRow as reason:
             count.dropped[str(reason)] += 1
             continue
-        seen[posed] = right
-        count.kept += 1
+        answer_digests[prompt_digest] = answer_digest
+        count.tasks += 1
         yield record
 
 
@@ -99,25 +99,25 @@ _RIGHT = ("answer", "tests", "fail_to_pass")
 
 
 def _value(row: tables.Row, column: str, dataset: str) -> Any:
-    known = DATASETS[dataset]
-    return tables.value(row, column, f" ({dataset} is {known.title}, with the columns {', '.join(known.columns)})")
+    source = DATASETS[dataset]
+    return tables.value(row, column, f" ({dataset} is {source.title}, with the columns {', '.join(source.columns)})")
 
 
 def _text(value: Any, reason: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise Dropped(reason)
+        raise UnusableRow(reason)
     return value.strip()
 
 
 def _json(value: Any, kind: type, reason: str) -> Any:
-    """Returns the value in a column of JSON text. Raises Dropped if it is of another kind."""
+    """Returns the value in a column of JSON text. Raises UnusableRow if it is of another kind."""
     try:
-        found = json.loads(value)
+        content = json.loads(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise Dropped(reason) from error
-    if not isinstance(found, kind):
-        raise Dropped(reason)
-    return found
+        raise UnusableRow(reason) from error
+    if not isinstance(content, kind):
+        raise UnusableRow(reason)
+    return content
 
 
 def _dapo(row: tables.Row) -> Record:
@@ -126,7 +126,7 @@ def _dapo(row: tables.Row) -> Record:
     messages = prompt if isinstance(prompt, list) else [None]
     good = [item for item in messages if isinstance(item, Mapping) and item.get("role") and item.get("content")]
     if not good or len(good) != len(messages):
-        raise Dropped(_NO_PROMPT)
+        raise UnusableRow(_NO_PROMPT)
     return {
         "id": str(_value(row, "extra_info.index", "dapo_math")),
         "prompt": [{"role": str(item["role"]), "content": str(item["content"]).strip()} for item in good],
@@ -138,7 +138,7 @@ def _search_r1(row: tables.Row) -> Record:
     golden = _value(row, "golden_answers", "search_r1")
     answers = [text.strip() for text in golden or () if isinstance(text, str) and text.strip()]
     if not answers:
-        raise Dropped(_NO_ANSWER)
+        raise UnusableRow(_NO_ANSWER)
     question = _text(_value(row, "question", "search_r1"), _NO_PROMPT)
     return {
         "id": str(_value(row, "id", "search_r1")),
@@ -152,10 +152,10 @@ def _r2e_gym(row: tables.Row) -> Record:
     result = _json(_value(row, "execution_result_content", "r2e_gym"), dict, _NO_TESTS)
     names, codes = result.get("test_file_names"), result.get("test_file_codes")
     if not (isinstance(names, list) and isinstance(codes, list) and names and len(names) == len(codes)):
-        raise Dropped(_NO_TESTS)
+        raise UnusableRow(_NO_TESTS)
     expected = _json(_value(row, "expected_output_json", "r2e_gym"), dict, _NO_TESTS)
     if not expected:
-        raise Dropped(_NO_TESTS)
+        raise UnusableRow(_NO_TESTS)
     commit = _json(_value(row, "parsed_commit_content", "r2e_gym"), dict, _NO_COMMIT)
     image = _text(_value(row, "docker_image", "r2e_gym"), "no image")
     # The folder of R2E-Gym's own test command. It belongs to the suite, so the policy's files in it are left out.
@@ -182,7 +182,7 @@ def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
     short = [re.sub(r"\x1b\[[\d;]*m", "", name) for name in listed]
     # A report without any name was not written by the tests.
     if not any(short):
-        raise Dropped(_NO_TESTS)
+        raise UnusableRow(_NO_TESTS)
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     inside: dict[str, set[str]] = {}
     for file in tests:
@@ -190,23 +190,23 @@ def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # such a file defines no test
             for node in ast.parse(file["text"]).body:
                 prefix, body = (f"{node.name}.", node.body) if isinstance(node, ast.ClassDef) else ("", [node])
-                names |= {f"{prefix}{one.name}" for one in body if isinstance(one, functions)}
-    found = []
+                names |= {f"{prefix}{function.name}" for function in body if isinstance(function, functions)}
+    full_names = []
     for name in filter(None, short):
         plain, bracket, rest = name.partition("[")
         # With a single file there is no doubt, even if the test is made at run time and so not found in the text.
         paths = [path for path, names in inside.items() if plain in names or len(tests) == 1]
         if len(paths) != 1:
-            raise Dropped("a test that is in several files or in none")
+            raise UnusableRow("a test that is in several files or in none")
         if any(map(str.isspace, name)):
-            raise Dropped("a test whose name has spaces, which ends it in a report")
-        found.append(f"{paths[0]}::{plain.replace('.', '::')}{bracket}{rest}")
-    return found
+            raise UnusableRow("a test whose name has spaces, which ends it in a report")
+        full_names.append(f"{paths[0]}::{plain.replace('.', '::')}{bracket}{rest}")
+    return full_names
 
 
-def _flags(source: str, environment: str, *others: str) -> str:
+def _flags(source: str, environment: str, *further_flags: str) -> str:
     flags = (f"--config.task.source={source}:task_source", f"--config.task.environment={environment}:environment")
-    return " ".join((*flags, *others))
+    return " ".join((*flags, *further_flags))
 
 
 _NO_PROMPT, _NO_ANSWER, _NO_TESTS = "no prompt", "no answer", "no tests"

@@ -27,16 +27,16 @@ def opening(prompt: str | Sequence[Mapping[str, Any]], system: str = "") -> list
       prompt: Text of the user's message, or messages as `messages.from_dict` reads them.
       system: System message. Empty means none.
     """
-    posed = [protocols.Message("user", prompt)] if isinstance(prompt, str) else map(messages.from_dict, prompt)
-    return [*([protocols.Message("system", system)] if system else []), *posed]
+    question = [protocols.Message("user", prompt)] if isinstance(prompt, str) else map(messages.from_dict, prompt)
+    return [*([protocols.Message("system", system)] if system else []), *question]
 
 
 def grade(match: str, output: str, payload: Mapping[str, Any]) -> bool:
     """Returns whether an output answers a task: "exact", or "numeric" by the last numbers of both texts."""
-    given = answers.final(output)
+    answer = answers.final(output)
     if match == "exact":
-        return answers.equal(given, payload)
-    number = answers.last_number(given)
+        return answers.equal(answer, payload)
+    number = answers.last_number(answer)
     texts = map(answers.last_number, answers.accepted(payload))
     return number is not None and (number in texts or answers.equal_number(number, payload))
 

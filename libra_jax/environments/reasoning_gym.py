@@ -38,9 +38,9 @@ def package() -> Any:
 @functools.lru_cache(maxsize=32)
 def _dataset(name: str, arguments: str, seed: int) -> Any:
     """Returns the package's dataset. `arguments` is JSON, which makes it a key for the cache."""
-    known = package().factory.DATASETS
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
+    names = package().factory.DATASETS
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise protocols.ConfigError(f"config.task.arguments.name: reasoning-gym has no task {name!r}{hint}")
     try:
@@ -60,8 +60,8 @@ def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any)
       name: Name of the task, for example "chain_sum".
       **arguments: Settings of the task's own config, for example `max_terms=3`. Plain values only.
     """
-    told = "reasoning-gym reads no file; name a task as --config.task.arguments=\"{'name': 'chain_sum'}\""
-    config.check(not path, "task.path", told)
+    problem = "reasoning-gym reads no file; name a task as --config.task.arguments=\"{'name': 'chain_sum'}\""
+    config.check(not path, "task.path", problem)
     # Sorted JSON: a key for the cache, and a plain value for the payload.
     key = json.dumps(arguments, sort_keys=True)
     # Makes the dataset once now, so that a bad name or argument fails before the run.
@@ -71,10 +71,10 @@ def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any)
         chunk, offset = divmod(index, _CHUNK)
         # Redraws until the question falls on the wanted side of the held-out split.
         for redraw in range(_REDRAWS):
-            drawn = splits.generator("reasoning-gym", seed, split, chunk, redraw).randrange(2**31)
-            text = _dataset(name, key, drawn)[offset]["question"]
+            dataset_seed = splits.generator("reasoning-gym", seed, split, chunk, redraw).randrange(2**31)
+            text = _dataset(name, key, dataset_seed)[offset]["question"]
             if splits.held_out(text) == (split == "evaluation"):
-                payload = {"name": name, "arguments": key, "seed": drawn, "offset": offset, "question": text}
+                payload = {"name": name, "arguments": key, "seed": dataset_seed, "offset": offset, "question": text}
                 return protocols.Task(f"{name}-{split}-{index}", payload)
         raise protocols.DataError(
             f"reasoning-gym task {name!r}: its questions repeat so much that none could be kept for {split}; "

@@ -34,13 +34,13 @@ def normalised(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", plain).split() or plain.split() or text.lower().split())
 
 
-def scores(given: str, accepted: Sequence[str]) -> dict[str, float]:
+def scores(prediction: str, accepted: Sequence[str]) -> dict[str, float]:
     """Returns how well an answer matches the accepted answer that fits best.
 
     "em" is 1 if the two texts are equal once normalised, otherwise 0. "f1" is the harmonic mean of precision and recall
     over their words. An empty answer is never right, as in Search-R1.
     """
-    words, best = normalised(given).split(), 0.0
+    words, best = normalised(prediction).split(), 0.0
     right = [normalised(answer).split() for answer in accepted]
     for expected in right:
         shared = sum((collections.Counter(words) & collections.Counter(expected)).values())
@@ -72,8 +72,8 @@ def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> 
                 f"config.warm_start.steps: task {task.prompt_id} has no lookups to demonstrate; set it to 0, or take "
                 "tasks that do, such as those of libra_jax.examples.acquaintances"
             )
-        told = "must be False for a warm start: demonstrations describe none"
-        config.check(not tools.describe, "tools.describe", told)
+        problem = "must be False for a warm start: demonstrations describe none"
+        config.check(not tools.describe, "tools.describe", problem)
         return dialogue.solved(
             question.opening(task.payload["prompt"], system),
             [(tools.format.write(TOOL, {"query": query}), passage) for query, passage in lookups],

@@ -90,7 +90,7 @@ class Verifier:
         """Starts the processes."""
         self._idle += await asyncio.gather(*(self._start() for _ in range(self._processes)))
 
-    async def check(self, given: str, accepted: Sequence[str]) -> Finding:
+    async def check(self, answer: str, accepted: Sequence[str]) -> Finding:
         """Compares an answer with the accepted ones (see `verifier_worker.find`).
 
         Raises:
@@ -101,7 +101,7 @@ class Verifier:
         async with self._places:
             process = self._idle.pop() if self._idle else await self._start()
             try:
-                finding = await process.ask(given, accepted, self._seconds, self._wall_seconds)
+                finding = await process.ask(answer, accepted, self._seconds, self._wall_seconds)
             finally:
                 # An unusable process is replaced when the next comparison needs one.
                 if process.alive and not self._closed:
@@ -117,7 +117,7 @@ class Verifier:
         # All are killed before the first is waited for, so that a close takes the time of one.
         for process in self._live:
             process.kill()
-        await asyncio.gather(*(process.gone() for process in self._live))
+        await asyncio.gather(*(process.wait_for_end() for process in self._live))
         self._live.clear()
 
     async def _start(self) -> _Process:
@@ -136,12 +136,12 @@ class Verifier:
         )
         self._live.add(process)
         try:
-            told = await process.told(START_SECONDS)
-            if told is None:
+            message = await process.read_message(START_SECONDS)
+            if message is None:
                 raise protocols.EnvironmentCrashed("the verifier of answers ended as it was started")
-            if "problem" in told:
+            if "problem" in message:
                 raise protocols.ConfigError(
-                    f"config.task.environment: math-verify cannot be used: {told['problem']}; install it with pip "
+                    f"config.task.environment: math-verify cannot be used: {message['problem']}; install it with pip "
                     "install 'math-verify[antlr4_13_2]'"
                 )
         except call_deadlines.Overdue:
@@ -162,23 +162,23 @@ class _Process:
     process: asyncio.subprocess.Process
     alive: bool = True
 
-    async def ask(self, given: str, accepted: Sequence[str], seconds: float, wall_seconds: float) -> Finding:
+    async def ask(self, answer: str, accepted: Sequence[str], seconds: float, wall_seconds: float) -> Finding:
         """Asks for one comparison; see `Verifier.check`.
 
         If cancelled, kills the process: its late answer would mix with others.
         """
         assert self.process.stdin is not None
-        asked = json.dumps({"given": given, "accepted": list(accepted), "seconds": seconds})
+        request = json.dumps({"given": answer, "accepted": list(accepted), "seconds": seconds})
         spent = self._spent()
         try:
             with contextlib.suppress(ConnectionError):  # the process has ended, which reading will show
-                self.process.stdin.write(asked.encode() + b"\n")
+                self.process.stdin.write(request.encode() + b"\n")
                 await self.process.stdin.drain()
-            told = await self.told(wall_seconds)
+            message = await self.read_message(wall_seconds)
         except call_deadlines.Overdue:
-            judged = self._spent() - spent >= _ENOUGH * min(seconds, wall_seconds)
+            answer_at_fault = self._spent() - spent >= _ENOUGH * min(seconds, wall_seconds)
             self.kill()
-            if judged:
+            if answer_at_fault:
                 return Finding(right=False, overran=True)
             raise protocols.EnvironmentCrashed(
                 f"the verifier of answers stood still for {wall_seconds:g} s, or hardly got to compute, as it compared "
@@ -187,10 +187,10 @@ class _Process:
         except BaseException:
             self.kill()
             raise
-        if told is not None:
-            return Finding(bool(told["right"]), bool(told["read"]))
+        if message is not None:
+            return Finding(bool(message["right"]), bool(message["read"]))
         self.alive = False
-        await self.gone()
+        await self.wait_for_end()
         # The worker's own timer of processor time sends SIGPROF, so this end is the answer's overrun.
         if self.process.returncode == -signal.SIGPROF:
             return Finding(right=False, overran=True)
@@ -198,7 +198,7 @@ class _Process:
             f"the verifier of answers ended with status {self.process.returncode} as it compared one"
         )
 
-    async def told(self, seconds: float) -> dict[str, Any] | None:
+    async def read_message(self, seconds: float) -> dict[str, Any] | None:
         """Returns the next line that the process writes. None if the process has ended."""
         assert self.process.stdout is not None
         line = await call_deadlines.within(seconds, self.process.stdout.readline())
@@ -217,7 +217,7 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
-    async def gone(self) -> None:
+    async def wait_for_end(self) -> None:
         """Waits until the process has ended.
 
         Raises:

@@ -21,7 +21,7 @@ _ADDRESSES = 4 * 2**30
 """Bytes of address space that a comparison may use. A larger one fails, and does not exhaust the machine's memory."""
 
 
-def find(given: str, accepted: Sequence[str]) -> dict[str, bool]:
+def find(answer: str, accepted: Sequence[str]) -> dict[str, bool]:
     """Returns `right`, whether an answer is one of the accepted ones, and `read`, whether it contains an expression.
 
     The last expression that `math-verify` finds in it counts; marked expressions come first.
@@ -30,7 +30,7 @@ def find(given: str, accepted: Sequence[str]) -> dict[str, bool]:
 
     # The library's own time limits use signals too. They would report "wrong" for answers that it had no time to
     # compare.
-    read = math_verify.parse(given, parsing_timeout=None)
+    read = math_verify.parse(answer, parsing_timeout=None)
     right = any(
         math_verify.verify(math_verify.parse(text, parsing_timeout=None), read, timeout_seconds=None)
         for text in accepted
@@ -45,8 +45,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # a library's own prints must not mix with the answers
 
-    def say(**told: Any) -> None:
-        answers.write(json.dumps(told) + "\n")
+    def say(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
     try:
@@ -60,11 +60,11 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     say(ready=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         # ITIMER_PROF counts processor time, so a busy machine does not cost an answer its time.
-        signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         try:
-            finding = find(asked["given"], asked["accepted"])
+            finding = find(request["given"], request["accepted"])
         except Exception:  # a text that breaks the library counts as not readable
             finding = {"right": False, "read": False}
         signal.setitimer(signal.ITIMER_PROF, 0)

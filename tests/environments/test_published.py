@@ -71,7 +71,7 @@ def test_dapo_keeps_each_problem_once_and_counts_what_it_drops(tmp_path):
         {"id": "9a9b6eb4", "prompt": [{"role": "user", "content": DAPO["prompt"][0]["content"]}], "answer": "34"},
         {"id": "9a9b6eb4", "prompt": [{"role": "user", "content": "What is 2+2?"}], "answer": "34"},
     ]
-    assert (count.read, count.kept) == (7, 2)
+    assert (count.read, count.tasks) == (7, 2)
     assert count.dropped == {
         "the same prompt again": 2,
         "the same prompt again, with another answer": 1,
