@@ -97,22 +97,22 @@ def corpus(people: int = 2000, world: int = 0) -> Iterator[Mapping[str, str]]:
         yield {"id": f"person-{place}", "title": person.name, "text": passage(everybody, place)}
 
 
-def question(people: Sequence[Person], place: int, asked: str, searches: int) -> Mapping[str, object]:
+def question(people: Sequence[Person], place: int, fact: str, searches: int) -> Mapping[str, object]:
     """Returns the payload of a task.
 
     Args:
       people: People of the world.
       place: Position of the person that the question names.
-      asked: "City" or "Job".
+      fact: "City" or "Job".
       searches: 1 to ask about the person, 2 to ask about the person's friend.
     """
     # The first search finds the friend's name, and the second one the answer.
     path = [place] if searches == 1 else [place, people[place].friend]
-    found = people[path[-1]]
+    person = people[path[-1]]
     of_friend = "the friend of " if searches == 2 else ""
     return {
-        "prompt": f"{asked} of {of_friend}{people[place].name}?",
-        "answer": found.city if asked == "City" else found.job,
+        "prompt": f"{fact} of {of_friend}{people[place].name}?",
+        "answer": person.city if fact == "City" else person.job,
         "lookups": [[people[step].name, passage(people, step)] for step in path],
     }
 

@@ -120,8 +120,8 @@ def task_source(
         # Redraws until the expression falls on the wanted side of the held-out split.
         while splits.held_out(expression := _draw(pattern, rng)) == training:
             pass
-        told = arithmetic.carry_out(expression, max_characters)
-        answer = told.content if told.status == "success" else arithmetic.FAILED
+        tool_return = arithmetic.carry_out(expression, max_characters)
+        answer = tool_return.content if tool_return.status == "success" else arithmetic.FAILED
         payload = {"expression": expression, "answer": answer, "max_characters": max_characters}
         payload = {**payload, "preamble": preamble} if preamble else payload
         first = "" if place == index else f"calculator-{split}-{place}"
@@ -183,14 +183,14 @@ class CalculatorEnvironment:
 
     def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the solved dialogue: the expression, the calls with their returns, and the answer."""
-        messages, left = self._opening(task), task.payload["expression"]
+        messages, expression = self._opening(task), task.payload["expression"]
         while True:
-            call = left
+            call = expression
             answer = arithmetic.carry_out(call, task.payload["max_characters"], stepwise=self.stepwise)
-            left = answer.content
+            expression = answer.content
             messages += [
                 protocols.Message("assistant", f"<tool_call>{call}</tool_call>"),
-                protocols.Message("tool", left.ljust(self.return_width)),
+                protocols.Message("tool", expression.ljust(self.return_width)),
             ]
             # The simplifier returns what is left to do, and the calculator itself the value.
             if answer.tool == arithmetic.TOOL:

@@ -58,15 +58,15 @@ def _draw(index: int, rng: random.Random, steps: Sequence[int], width: int) -> t
         before = str(value)
         for _ in range(steps[index % len(steps)]):
             while True:
-                word, other = rng.choice(tuple(_OPERATIONS)), rng.randint(_LEAST, _MOST)
-                result = _OPERATIONS[word][1](value, other)
+                word, operand = rng.choice(tuple(_OPERATIONS)), rng.randint(_LEAST, _MOST)
+                result = _OPERATIONS[word][1](value, operand)
                 # Three digits keep the width. A number modulo a larger one is the number itself, which needs no tool.
-                if _LEAST <= result <= _MOST and (word != _REMAINDER or other <= value):
+                if _LEAST <= result <= _MOST and (word != _REMAINDER or operand <= value):
                     break
             value = result
             # Padded, so that the next number stands at the same distance from every word.
-            words += [word.ljust(_LONGEST_WORD), str(other)]
-            worked.append((f"{before}{_OPERATIONS[word][0]}{other}", f"{value}\n"))
+            words += [word.ljust(_LONGEST_WORD), str(operand)]
+            worked.append((f"{before}{_OPERATIONS[word][0]}{operand}", f"{value}\n"))
             before = "_"  # the interpreter's name for the last value
         answer = str(value)
     prompt = " ".join(words)

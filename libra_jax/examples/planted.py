@@ -83,9 +83,9 @@ def _text_and_prefix(rng: random.Random) -> tuple[str, str]:
 
 
 def _part_and_whole(rng: random.Random, near: Sequence[int]) -> tuple[float, int]:
-    part, whole = _decimal(rng, near), _number(rng, near, 1)
+    part, total = _decimal(rng, near), _number(rng, near, 1)
     # Half of a last digit is rounded up or down, depending on the order of operations.
-    return (part, whole) if 2000 * part % (2 * whole) != whole else _part_and_whole(rng, near)
+    return (part, total) if 2000 * part % (2 * total) != total else _part_and_whole(rng, near)
 
 
 RECIPES = (
@@ -193,7 +193,7 @@ class _Function:
 def _filled(recipe: Recipe, rng: random.Random) -> _Function:
     name = rng.choice(recipe.names)
     values = {"{f}": name, "{c}": str(rng.choice(_LIMITS)), "{d}": str(rng.randint(2, 5))}
-    text = re.sub(r"\{[fcd]\}", lambda found: values[found[0]], recipe.source)
+    text = re.sub(r"\{[fcd]\}", lambda match: values[match[0]], recipe.source)
     return _Function(recipe, name, _SPOT.sub(r"\1", text), _SPOT.sub(r"\2", text))
 
 
@@ -238,16 +238,16 @@ def _classes(argument: Any, near: Sequence[int]) -> set[Any]:
 @functools.lru_cache(maxsize=256)
 def _cover(function: _Function) -> Sequence[_Call]:
     """Returns calls that show each pair of an argument's classes that some draws show, with and without an effect."""
-    seen: set[Any] = set()
+    covered_pairs: set[Any] = set()
     cover = []
     for arguments, value in itertools.islice(_draws(function, splits.generator("cover")), 500):
-        shown = set()
+        call_pairs = set()
         for place, argument in enumerate(arguments):
             pairs = itertools.product(_classes(argument, function.near), repeat=2)
-            shown |= {(place, *pair, not value, value in arguments) for pair in pairs}
-        if shown - seen:
+            call_pairs |= {(place, *pair, not value, value in arguments) for pair in pairs}
+        if call_pairs - covered_pairs:
             cover.append((arguments, value))
-            seen |= shown
+            covered_pairs |= call_pairs
     return cover
 
 
@@ -268,8 +268,11 @@ def _listed(module: str, name: str, calls: Sequence[_Call]) -> list[dict[str, An
 def _repository(level: str, kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
     """Returns a repository of one module or of a package."""
     broken = _filled(rng.choice([recipe for recipe in RECIPES if recipe.kind in kinds]), rng)
-    others = [recipe for recipe in RECIPES if not set(recipe.names) & set(broken.recipe.names)]
-    functions = [broken, *(_filled(recipe, rng) for recipe in rng.sample(others, 2 if level == "module" else 3))]
+    correct_recipes = [recipe for recipe in RECIPES if not set(recipe.names) & set(broken.recipe.names)]
+    functions = [
+        broken,
+        *(_filled(recipe, rng) for recipe in rng.sample(correct_recipes, 2 if level == "module" else 3)),
+    ]
     # The place in the file must not tell which function is broken.
     rng.shuffle(functions)
     package, *modules = rng.sample(_WORDS, 3)
@@ -280,19 +283,19 @@ def _repository(level: str, kinds: Sequence[str], rng: random.Random) -> dict[st
     files = {} if level == "module" else {f"{package}/__init__.py": ""}
     listed: list[dict[str, Any]] = []
     for path, members in parts.items():
-        files[path] = "\n\n".join(one.wrong if one is broken else one.right for one in members)
-        for one in members:
-            calls = _calls(one, rng)
-            listed += _listed(path.removesuffix(".py").replace("/", "."), one.name, calls)
-            if one is broken:
-                wrong_at, bug = path, _compiled(one.wrong, one.name)
-                shown = [call for call in calls if _answer(bug, call[0]) != (True, call[1])]
+        files[path] = "\n\n".join(function.wrong if function is broken else function.right for function in members)
+        for function in members:
+            calls = _calls(function, rng)
+            listed += _listed(path.removesuffix(".py").replace("/", "."), function.name, calls)
+            if function is broken:
+                wrong_at, bug = path, _compiled(function.wrong, function.name)
+                failing_calls = [call for call in calls if _answer(bug, call[0]) != (True, call[1])]
     # A short example of some.
-    arguments, value = min(rng.sample(shown, min(3, len(shown))), key=lambda call: len(repr(call)))
-    good, seen = _answer(bug, arguments)
-    seen = f"returns {seen!r}" if good else f"raises {seen}"
+    arguments, value = min(rng.sample(failing_calls, min(3, len(failing_calls))), key=lambda call: len(repr(call)))
+    good, outcome = _answer(bug, arguments)
+    outcome = f"returns {outcome!r}" if good else f"raises {outcome}"
     issue = (
-        f"`{broken.name}({', '.join(map(repr, arguments))})` {seen}, but it should return {value!r}. "
+        f"`{broken.name}({', '.join(map(repr, arguments))})` {outcome}, but it should return {value!r}. "
         f"Please make `{broken.name}` do what its docstring says."
     )
     fix = {"path": wrong_at, "old": broken.wrong, "new": broken.right}
@@ -307,10 +310,10 @@ def _easy(kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
     """Returns a one-line repository. All widths are fixed, so that copied text lies at a constant distance."""
     kind = rng.choice([kind for kind in _EASY_KINDS if kind in kinds])
     first, second, large, small = rng.choice("+-*"), rng.choice("+-*"), rng.randint(10, 99), rng.randint(1, 8)
-    right, other = f"x{first}{large}{second}{small}", rng.choice([sign for sign in "+-*" if sign != first])
+    right, wrong_sign = f"x{first}{large}{second}{small}", rng.choice([sign for sign in "+-*" if sign != first])
     wrong = {
         "wrong_constant": f"x{first}{rng.choice([one for one in range(10, 100) if one != large])}{second}{small}",
-        "wrong_operator": f"x{other}{large}{second}{small}",
+        "wrong_operator": f"x{wrong_sign}{large}{second}{small}",
         "off_by_one": f"x{first}{large}{second}{small + 1}",
     }[kind]
     function = _Function(_EASY, "f", f"def f(x): return {right}\n", f"def f(x): return {wrong}\n")
@@ -348,7 +351,7 @@ def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Seq
 
     def draw(index: int, rng: random.Random) -> tuple[str, Mapping[str, Any]]:
         del index
-        made = _easy(chosen, rng) if level == "easy" else _repository(level, chosen, rng)
-        return made["fix"]["new"] + made["issue"], made
+        payload = _easy(chosen, rng) if level == "easy" else _repository(level, chosen, rng)
+        return payload["fix"]["new"] + payload["issue"], payload
 
     return splits.generated(f"planted-{level}", seed, draw, stream="planted")

@@ -73,7 +73,7 @@ def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
         hours = (there.utcoffset() or datetime.timedelta()).total_seconds() / 3600
         # Written as the server writes it: one decimal for whole hours, otherwise as many as needed.
         difference = f"{hours:+.1f}h" if hours.is_integer() else f"{hours:+.2f}".rstrip("0") + "h"
-        told = {
+        moments = {
             name: {
                 "timezone": place,
                 "datetime": moment.isoformat(timespec="seconds"),
@@ -83,7 +83,7 @@ def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
             for name, moment, place in (("source", here, "UTC"), ("target", there, zone))
         }
         call = tools.format.write(TOOL, {"source_timezone": "UTC", "time": time, "target_timezone": zone})
-        returned = json.dumps({**told, "time_difference": difference}, indent=2)
+        returned = json.dumps({**moments, "time_difference": difference}, indent=2)
         return dialogue.solved(
             question.opening(task.payload["prompt"], system), [(call, returned)], task.payload["answer"]
         )

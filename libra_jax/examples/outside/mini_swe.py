@@ -58,21 +58,21 @@ def solve(
     from minisweagent.environments import get_environment
     from minisweagent.models import get_model
 
-    own = Path(configs.__file__).parent / ("mini_textbased.yaml" if text else "mini.yaml")
-    read = yaml.safe_load(Path(config or own).read_text())
+    default_config = Path(configs.__file__).parent / ("mini_textbased.yaml" if text else "mini.yaml")
+    read = yaml.safe_load(Path(config or default_config).read_text())
     parts = {
         name: {**read.get(name, {}), **(settings or {}).get(name, {})} for name in ("agent", "model", "environment")
     }
-    known = ("system_template", "instance_template", "step_limit", "cost_limit", "max_consecutive_format_errors")
-    agent = {name: value for name, value in parts["agent"].items() if name in known}
+    agent_fields = ("system_template", "instance_template", "step_limit", "cost_limit", "max_consecutive_format_errors")
+    agent = {name: value for name, value in parts["agent"].items() if name in agent_fields}
     kwargs = {"api_base": endpoint.url, "api_key": endpoint.secret, **parts["model"].get("model_kwargs", {})}
     kind = "litellm_textbased" if text else "litellm"
     model = {"model_class": kind, **parts["model"], "model_name": f"openai/{endpoint.model}", "model_kwargs": kwargs}
     world = {**parts["environment"], "cwd": folder, "timeout": command_seconds}
     world["environment_class"] = "bubblewrap" if confine else "local"
-    made = DefaultAgent(
+    default_agent = DefaultAgent(
         get_model(config=model), get_environment(world), **{**agent, "step_limit": steps, "cost_limit": 0.0}
     )
-    ended = made.run(task.payload["issue"])
-    submitted = ended.get("exit_status") == "Submitted"
-    return {"metrics": {"agent_steps": made.n_calls, "submitted": submitted}}
+    outcome = default_agent.run(task.payload["issue"])
+    submitted = outcome.get("exit_status") == "Submitted"
+    return {"metrics": {"agent_steps": default_agent.n_calls, "submitted": submitted}}

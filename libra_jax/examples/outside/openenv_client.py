@@ -44,9 +44,9 @@ async def play(
     import openai
     from openenv.core import GenericEnvClient
 
-    def shown(result: Any) -> str:
-        seen = result.observation[observe] if observe else result.observation
-        return seen if isinstance(seen, str) else json.dumps(seen)
+    def observation_text(result: Any) -> str:
+        observation = result.observation[observe] if observe else result.observation
+        return observation if isinstance(observation, str) else json.dumps(observation)
 
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
     earned, steps = 0.0, 0
@@ -55,12 +55,12 @@ async def play(
         openai.AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.secret) as model,
     ):
         result = await world.reset(seed=task.payload["seed"], **(arguments or {}))
-        messages.append({"role": "user", "content": shown(result)})
+        messages.append({"role": "user", "content": observation_text(result)})
         while not result.done and steps < max_steps:
             answer = await model.chat.completions.create(model=endpoint.model, messages=messages)
             text = answer.choices[0].message.content or ""
             result = await world.step({field: text})
             earned, steps = earned + float(result.reward or 0.0), steps + 1
             messages += [{"role": "assistant", "content": text}]
-            messages += [{"role": "tool", "tool_call_id": "environment", "content": shown(result)}]
+            messages += [{"role": "tool", "tool_call_id": "environment", "content": observation_text(result)}]
     return {"reward": earned, "metrics": {"episode_steps": steps, "episode_cut": not result.done}}

@@ -70,8 +70,8 @@ async def solve(
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         # Nothing that failed is scored: the run starts the rollout afresh.
-        said = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no reason given"
-        raise RuntimeError(f"verifiers could not finish the episode: {said}")
+        reasons = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no reason given"
+        raise RuntimeError(f"verifiers could not finish the episode: {reasons}")
     trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     rewards = [trace.reward for trace in trained or episode.traces]
     metrics = {f"verifiers/{_plain(name)}": value for trace in trained for name, value in trace.metrics.items()}
