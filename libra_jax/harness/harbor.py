@@ -105,7 +105,7 @@ class InContainer:
 
     async def _inside(
         self, job: jobs.Job, name: str, command: Sequence[str], variables: Mapping[str, str], seconds: float
-    ) -> processes.Ended:
+    ) -> processes.ProgramResult:
         words = [self.runtime, "exec", *(f"--env={key}" for key in variables), name, *command]
         return await self._call(job, words, seconds, name, variables)
 
@@ -117,7 +117,7 @@ class InContainer:
 
     async def _call(
         self, job: jobs.Job, words: Sequence[str], seconds: float, name: str, variables: Mapping[str, str] | None = None
-    ) -> processes.Ended:
+    ) -> processes.ProgramResult:
         return await processes.run(
             words,
             environment={**os.environ, **(variables or {})},
@@ -150,7 +150,7 @@ def _set_aside(logs: Path) -> None:
     (logs / "verifier").mkdir()
 
 
-def _verdict(folder: Path, tests_result: processes.Ended) -> object:
+def _verdict(folder: Path, tests_result: processes.ProgramResult) -> object:
     """Returns what the tests wrote. Tests that are late count as failed, because the agent's files may hang them."""
     overdue = tests_result.status is None
     if overdue:
@@ -170,7 +170,7 @@ def _verdict(folder: Path, tests_result: processes.Ended) -> object:
     return {"reward": reward, "metrics": {"tests_overdue": 0.0}}
 
 
-class Written:
+class WrittenReward:
     """Takes the reward that the tests wrote. See `scoring.Scorer`."""
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
@@ -222,4 +222,4 @@ def environment(
     runner = InContainer(words, settings, runtime, tuple(options), build_seconds)
     reader = resolving.resolve(status, f"{_FIELD}.status") if status else tool_results.status
     name = command if isinstance(command, str) else words[0]
-    return program.AgentHarness(name, runner, Written(), settings, tuple(exits), overdue, most, reader)
+    return program.AgentHarness(name, runner, WrittenReward(), settings, tuple(exits), overdue, most, reader)

@@ -61,7 +61,7 @@ class InProcess:
             raise jobs.failure(
                 f"{subject} it {resolving.raised(error)}", _names(error), type(error).__name__
             ) from error
-        result = processes.Ended(status, seconds=loop.time() - start)
+        result = processes.ProgramResult(status, seconds=loop.time() - start)
         return await call_deadlines.off_loop(commands.finished, job, settings, result, verdict)
 
 

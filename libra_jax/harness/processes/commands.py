@@ -110,7 +110,9 @@ class Command:
         return await call_deadlines.off_loop(finished, job, settings, result)
 
 
-def finished(job: jobs.Job, settings: Settings, result: processes.Ended, verdict: object = None) -> jobs.Finished:
+def finished(
+    job: jobs.Job, settings: Settings, result: processes.ProgramResult, verdict: object = None
+) -> jobs.Finished:
     """Returns the end of an agent, with the files that it left. Reads files."""
     files, refused = workspace.collect(job.work, settings.collect, settings.most_bytes)
     return jobs.Finished(job.task, result.status, result.output, result.errors, result.seconds, verdict, files, refused)

@@ -24,7 +24,7 @@ _CHUNK = 65536
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramResult:
     """The end of an agent's program.
 
     Attributes:
@@ -70,7 +70,7 @@ async def run(
     most_bytes: int,
     after: Sequence[str] = (),
     orphaned: Sequence[str] = (),
-) -> Ended:
+) -> ProgramResult:
     """Runs a program to its end, and ends every process that it left.
 
     Args:
@@ -116,7 +116,7 @@ async def run(
             status = await call_deadlines.within(seconds, wait_for_end())
     finally:
         await uncancelled(_end(process))
-    return Ended(status, output.text(), errors.text(), loop.time() - start)
+    return ProgramResult(status, output.text(), errors.text(), loop.time() - start)
 
 
 async def uncancelled(work: Coroutine[Any, Any, None]) -> None:
