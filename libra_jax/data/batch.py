@@ -143,9 +143,9 @@ def prepare(
     if values is not None and returns is not None:
         # A truncated rollout has no return to learn from.
         finished = packed.scatter([float(not cut) for cut in truncated])
-        masks = [item.mask & (known > 0) for item, known in zip(packed.micro_batches, finished, strict=True)]
+        masks = [item.mask & (has_return > 0) for item, has_return in zip(packed.micro_batches, finished, strict=True)]
         arrays = zip(packed.scatter(returns), packed.scatter(values), masks, strict=True)
-        targets = [dict(zip(("returns", "values", "mask"), each, strict=True)) for each in arrays]
+        targets = [dict(zip(("returns", "values", "mask"), triple, strict=True)) for triple in arrays]
     if len(config.rollout.tensor_parallel) > 1:
         # Like every extra, a float32 array: the objective takes a token as moved if the value is above 0.
         moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
@@ -184,13 +184,13 @@ def _in_minibatches(
       sequences: sequences of their trajectories, in order.
       masked: a trajectory is left out of the loss.
     """
-    parts, taken = [], 0
+    parts, start = [], 0
     # Of a streamed step, this may be the one group without a trained token.
     may_be_empty = masked or config.trainer.stream != "off" or any(example.trained for example in sequences)
     for of_minibatch in dividing.minibatches(config, groups):
         size = sum(len(group.trajectories) for group in of_minibatch)
-        parts.append(pack(config, sequences[taken : taken + size], may_be_empty=may_be_empty))
-        taken += size
+        parts.append(pack(config, sequences[start : start + size], may_be_empty=may_be_empty))
+        start += size
     ends = np.cumsum([len(part.micro_batches) for part in parts]).tolist()
     ranges = [range(end - len(part.micro_batches), end) for end, part in zip(ends, parts, strict=True)]
     return packing.joined(parts), ranges
@@ -206,23 +206,30 @@ def _of_high_entropy(
     """
     numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
     masks = [example.mask_N for example in sequences]
-    kept = turn_selection.highest_entropy([example.behaviour_N for example in sequences], masks, numbers, share)
-    laid_out = packed.scatter([mask_N.astype(np.float32) for mask_N in kept])
+    selected_masks = turn_selection.highest_entropy(
+        [example.behaviour_N for example in sequences], masks, numbers, share
+    )
+    laid_out = packed.scatter([mask_N.astype(np.float32) for mask_N in selected_masks])
     micro_batches = tuple(
         dataclasses.replace(item, mask=item.mask & (mask > 0))
         for item, mask in zip(packed.micro_batches, laid_out, strict=True)
     )
     # A turn begins where the mask rises.
-    rises = [[np.diff(mask_N.astype(np.int8), prepend=0) > 0 for mask_N in each] for each in (masks, kept)]
-    turns, tokens = ([sum(map(np.count_nonzero, each)) for each in both] for both in (rises, (masks, kept)))
+    rises = [
+        [np.diff(mask_N.astype(np.int8), prepend=0) > 0 for mask_N in mask_list]
+        for mask_list in (masks, selected_masks)
+    ]
+    turns, tokens = (
+        [sum(map(np.count_nonzero, arrays)) for arrays in pair] for pair in (rises, (masks, selected_masks))
+    )
     described = {"turns/trained_share": (turns[1], turns[0]), "tokens/entropy_share": (tokens[1], tokens[0])}
-    chosen = [dataclasses.replace(item, mask_N=mask_N) for item, mask_N in zip(sequences, kept, strict=True)]
+    chosen = [dataclasses.replace(item, mask_N=mask_N) for item, mask_N in zip(sequences, selected_masks, strict=True)]
     return dataclasses.replace(packed, micro_batches=micro_batches), chosen, described
 
 
 def _taught(trajectories: Sequence[protocols.Trajectory], masked: Sequence[bool]) -> list[np.ndarray]:
     """Returns the recorded log-probabilities of a teacher behind an endpoint, [N] each; zeros for the masked."""
-    found = []
+    log_probs = []
     for trajectory, out in zip(trajectories, masked, strict=True):
         for segment in () if out else trajectory.segments:
             count, recorded = len(segment.token_ids), len(segment.teacher_log_probs)
@@ -232,16 +239,16 @@ def _taught(trajectories: Sequence[protocols.Trajectory], masked: Sequence[bool]
                 )
         columns = [segment.token_ids if out else segment.teacher_log_probs for segment in trajectory.segments]
         taught_N = sequences_lib.joined(columns, np.float32)
-        found.append(np.zeros_like(taught_N) if out else taught_N)
-    return found
+        log_probs.append(np.zeros_like(taught_N) if out else taught_N)
+    return log_probs
 
 
 def _gathered(
     packed: packing.Packed, arrays: Sequence[jax.Array], sequences: Sequence[sequences_lib.Example]
 ) -> list[np.ndarray]:
     """Returns the numbers of each sequence's tokens, [N], from one [B, T] array per micro-batch on the mesh."""
-    with world.explaining(), sharding.whole(arrays) as whole:
-        on_host = [np.asarray(array) for array in whole]
+    with world.explaining(), sharding.whole(arrays) as full_arrays:
+        on_host = [np.asarray(array) for array in full_arrays]
     return packed.gather(on_host, [len(example.tokens_N) for example in sequences])
 
 

@@ -75,9 +75,9 @@ def token_advantages(
     alone_N = np.zeros(len(sequences), bool)
     if any(masked):
         masked_N = np.array(masked, bool)
-        sizes, kept = np.bincount(groups_N), np.bincount(groups_N, weights=~masked_N)
+        sizes, unmasked_counts = np.bincount(groups_N), np.bincount(groups_N, weights=~masked_N)
         if config.advantage in (*config_lib.GROUP_ADVANTAGES, "distillation"):
-            alone_N = (sizes > 1)[groups_N] & (kept == 1)[groups_N] & ~masked_N
+            alone_N = (sizes > 1)[groups_N] & (unmasked_counts == 1)[groups_N] & ~masked_N
         # Each masked trajectory gets a group number of its own, so that no other baseline sees its reward.
         groups_N = np.where(masked_N, len(groups) + np.arange(len(sequences)), groups_N).astype(np.int32)
         # A reward of 0 in a group of one gives an advantage of 0: exactly at the baseline.
@@ -129,21 +129,21 @@ def _of_rewards(
     truncated: Sequence[bool] | None,
 ) -> list[np.ndarray]:
     """Returns advantages that are one number a trajectory, without arrays of all tokens (`dividing.of_rewards`)."""
-    found_Nx1 = estimators.compute(
+    advantage_Nx1 = estimators.compute(
         config,
         rewards_N=rewards_N,
         groups_N=groups_N,
         mask_NxT=np.array([[example.trained > 0] for example in sequences]),
         truncated_N=None if truncated is None else np.array(truncated, bool),
     )
-    found = []
-    for example, advantage in zip(sequences, found_Nx1[:, 0], strict=True):
+    advantages = []
+    for example, advantage in zip(sequences, advantage_Nx1[:, 0], strict=True):
         if not np.isfinite(advantage):
             raise protocols.DataError(f"trajectory {example.sequence_id}: its advantage is not a finite number.")
         values_N = np.where(example.mask_N, advantage, np.float32(0.0))
         values_N[:1] = 0.0  # no position predicts the first token
-        found.append(values_N if example.outline is None else np.array([advantage]))
-    return found
+        advantages.append(values_N if example.outline is None else np.array([advantage]))
+    return advantages
 
 
 def statistics(
@@ -167,18 +167,18 @@ def statistics(
     ]
     largest = iter([float(np.abs(row).max(initial=0.0)) for row in trained_each])
     idle = [max([next(largest) for _ in group.trajectories], default=0.0) <= NO_ADVANTAGE for group in groups]
-    found = {"groups/without_gradient": float(np.mean(idle))}
+    metrics = {"groups/without_gradient": float(np.mean(idle))}
     trained = np.concatenate(trained_each)
     if not len(trained):
-        return found
+        return metrics
     # A number that stands for all trained tokens of a sequence counts as often.
     times = [
-        np.full(len(each), 1 if example.outline is None else example.trained, np.int64)
-        for each, example in zip(trained_each, sequences, strict=True)
+        np.full(len(row), 1 if example.outline is None else example.trained, np.int64)
+        for row, example in zip(trained_each, sequences, strict=True)
     ]
     weights = np.concatenate(times)
     mean = np.average(trained, weights=weights)
-    return found | {
+    return metrics | {
         "advantage/mean": float(mean),
         "advantage/std": float(np.sqrt(np.average((trained - mean) ** 2, weights=weights))),
         "advantage/min": float(trained.min()),

@@ -73,26 +73,28 @@ def divide(
     ]
     outlined = [rollout for group in groups for rollout in group.trajectories]
     # Processes that hold the same rows share one object.
-    held: dict[tuple[int, ...], dict[int, protocols.Trajectory]] = {tuple(sorted(each)): {} for each in rows}
+    rollouts_by_rows: dict[tuple[int, ...], dict[int, protocols.Trajectory]] = {
+        tuple(sorted(process_rows)): {} for process_rows in rows
+    }
     holders: dict[int, list[dict[int, protocols.Trajectory]]] = {}
-    for each, found in held.items():
-        for row in each:
-            holders.setdefault(row, []).append(found)
+    for process_rows, holding in rollouts_by_rows.items():
+        for row in process_rows:
+            holders.setdefault(row, []).append(holding)
     # Begun groups are packed apart from the rest, by a trainer that has lost their sums.
     for part in (batch.of(batch.begun), batch.rest):
         for of_minibatch in minibatches(config, part.groups):
-            own = [numbers[id(rollout)] for group in of_minibatch for rollout in group.trajectories]
-            examples = [sequences_lib.of_outline(outlined[number]) for number in own]
+            member_numbers = [numbers[id(rollout)] for group in of_minibatch for rollout in group.trajectories]
+            examples = [sequences_lib.of_outline(outlined[number]) for number in member_numbers]
             for place in row_places.place(examples, config.trainer, len(holders)).places:
-                for found in holders[place.row]:
-                    found[own[place.example]] = rollouts[own[place.example]]
+                for holding in holders[place.row]:
+                    holding[member_numbers[place.example]] = rollouts[member_numbers[place.example]]
     # Rollouts without a trained token lie in no row. One process checks them, as it would those of a whole batch.
-    first = held[tuple(sorted(rows[0]))]
+    first = rollouts_by_rows[tuple(sorted(rows[0]))]
     for number, rollout in enumerate(outlined):
         if rollout.outline is not None and not rollout.outline.columns:
             first[number] = rollouts[number]
-    whole = dataclasses.replace(batch, groups=tuple(groups))
-    return [protocols.BatchPart(whole, held[tuple(sorted(each))]) for each in rows]
+    outlined_batch = dataclasses.replace(batch, groups=tuple(groups))
+    return [protocols.BatchPart(outlined_batch, rollouts_by_rows[tuple(sorted(process_rows))]) for process_rows in rows]
 
 
 def _outlined(config: config_lib.RunConfig, rollout: protocols.Trajectory) -> protocols.Trajectory:

@@ -133,8 +133,8 @@ class Packed:
         count, width = self.columns.shapes[number]
         places = self._of_micro_batches.get(number, [])
         needed = max((place.segment for place in places), default=0)
-        most = next(bound for bound in rows.segment_bounds(width, packed=True) if bound >= needed)
-        lengths_BxM = np.zeros((count, most), np.int32)
+        capacity = next(bound for bound in rows.segment_bounds(width, packed=True) if bound >= needed)
+        lengths_BxM = np.zeros((count, capacity), np.int32)
         for place in places:
             lengths_BxM[place.row, place.segment - 1] = place.columns
         return lengths_BxM
@@ -142,10 +142,10 @@ class Packed:
     @functools.cached_property
     def _of_micro_batches(self) -> dict[int, list[columns_lib.Place]]:
         """The places of each micro-batch."""
-        found: dict[int, list[columns_lib.Place]] = {}
+        places: dict[int, list[columns_lib.Place]] = {}
         for place in self.places:
-            found.setdefault(place.micro_batch, []).append(place)
-        return found
+            places.setdefault(place.micro_batch, []).append(place)
+        return places
 
     def batch_order(self, part: range) -> np.ndarray:
         """Returns the trained tokens of some micro-batches in the order of the batch, which no layout changes, [K].
@@ -161,10 +161,10 @@ class Packed:
 
     def split(self) -> dict[int, list[int]]:
         """Returns the micro-batches of each example that was split into several sequences, by example."""
-        found: dict[int, list[int]] = {}
+        micro_batches: dict[int, list[int]] = {}
         for place in self.places:
-            found.setdefault(place.example, []).append(place.micro_batch)
-        return {example: numbers for example, numbers in found.items() if len(numbers) > 1}
+            micro_batches.setdefault(place.example, []).append(place.micro_batch)
+        return {example: numbers for example, numbers in micro_batches.items() if len(numbers) > 1}
 
     def routing(
         self, examples: Sequence[sequences_lib.Example], width: int, dtype: np.dtype
@@ -176,7 +176,7 @@ class Packed:
           width: W, number of layers times experts of a token.
           dtype: dtype of `routing`.
         """
-        made = [
+        routings = [
             {"routing": np.zeros((*item.tokens.shape, width), dtype), "routed": np.zeros(item.tokens.shape, bool)}
             for item in self.micro_batches
         ]
@@ -186,13 +186,13 @@ class Packed:
                 continue
             # A column holds its own token as input, so it takes the experts of that one.
             row_N = np.full(len(example.tokens_N), -1)
-            known = slice(len(example.routing_RxW)) if example.routed_R is None else example.routed_R
-            row_N[known] = np.arange(len(example.routing_RxW))
+            routed_tokens = slice(len(example.routing_RxW)) if example.routed_R is None else example.routed_R
+            row_N[routed_tokens] = np.arange(len(example.routing_RxW))
             row_C = row_N[layout.inputs_C]
-            arrays = made[place.micro_batch]
+            arrays = routings[place.micro_batch]
             arrays["routing"][place.where][row_C >= 0] = example.routing_RxW[row_C[row_C >= 0]]
             arrays["routed"][place.where] = row_C >= 0
-        return made
+        return routings
 
     def gather(self, arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
         """Inverts `scatter`: returns values [N] of each example's tokens, 0 for tokens without a prediction.
@@ -240,25 +240,27 @@ def pack(examples: Sequence[sequences_lib.Example], config: config_lib.TrainerCo
     Raises:
       ConfigError: a sequence is longer than the longest row.
     """
-    placed = row_places.place(examples, config, config.micro_batch_rows)
-    held = [
+    placement = row_places.place(examples, config, config.micro_batch_rows)
+    local_sequences = [
         (place, layout)
-        for place, layout in zip(placed.places, placed.layouts, strict=True)
+        for place, layout in zip(placement.places, placement.layouts, strict=True)
         if examples[place.example].outline is None
     ]
-    columns = columns_lib.Columns.of([place for place, _ in held], [layout for _, layout in held], placed.shapes)
-    micro_batches = _filled(examples, columns, held, placed.plain)
-    total = sum(math.prod(shape) for shape in placed.shapes)
-    used = sum(layout.columns for layout in placed.layouts)
+    columns = columns_lib.Columns.of(
+        [place for place, _ in local_sequences], [layout for _, layout in local_sequences], placement.shapes
+    )
+    micro_batches = _filled(examples, columns, local_sequences, placement.plain)
+    total = sum(math.prod(shape) for shape in placement.shapes)
+    used = sum(layout.columns for layout in placement.layouts)
     padding = 1.0 - float(used) / total if total else 0.0
-    places, layouts = tuple(placed.places), tuple(placed.layouts)
-    return Packed(tuple(micro_batches), places, layouts, columns, len(examples), padding, placed.saved)
+    places, layouts = tuple(placement.places), tuple(placement.layouts)
+    return Packed(tuple(micro_batches), places, layouts, columns, len(examples), padding, placement.saved)
 
 
 def _filled(
     examples: Sequence[sequences_lib.Example],
     columns: columns_lib.Columns,
-    held: Sequence[tuple[columns_lib.Place, row_places.Layout]],
+    local_sequences: Sequence[tuple[columns_lib.Place, row_places.Layout]],
     plain: int,
 ) -> list[MicroBatch]:
     """Returns the micro-batches, of which the first `plain` ones have no trees.
@@ -266,36 +268,39 @@ def _filled(
     Args:
       examples: the packed examples.
       columns: columns of the sequences whose tokens are there.
-      held: place and layout of each.
+      local_sequences: place and layout of each.
       plain: number of micro-batches without trees.
     """
     # A column holds its own token as input, and everything else about the token that it predicts.
     fields = {
         "tokens": columns.of_inputs([example.tokens_N for example in examples]),
         "targets": columns.of_targets([example.tokens_N for example in examples]),
-        "positions": columns_lib.end_to_end([layout.positions_C for _, layout in held]),
+        "positions": columns_lib.end_to_end([layout.positions_C for _, layout in local_sequences]),
         "segments": np.repeat(
-            np.array([place.segment for place, _ in held], np.int32), [place.columns for place, _ in held]
+            np.array([place.segment for place, _ in local_sequences], np.int32),
+            [place.columns for place, _ in local_sequences],
         ),
         "mask": columns.of_targets([example.mask_N for example in examples]),
         "behaviour": columns.of_targets([example.behaviour_N for example in examples]),
         "on_version": columns.of_targets([example.on_version_N for example in examples]),
     }
     arrays = {name: columns.laid_out(values_C, DTYPES[name]) for name, values_C in fields.items()}
-    made = [MicroBatch(**dict(zip(arrays, each, strict=True))) for each in zip(*arrays.values(), strict=True)]
-    if plain == len(made):
-        return made
+    micro_batches = [
+        MicroBatch(**dict(zip(arrays, values, strict=True))) for values in zip(*arrays.values(), strict=True)
+    ]
+    if plain == len(micro_batches):
+        return micro_batches
     ends = [
         np.zeros(place.columns, np.int32) if layout.until_C is None else place.start + layout.until_C
-        for place, layout in held
+        for place, layout in local_sequences
     ]
     until = columns.laid_out(columns_lib.end_to_end(ends), np.int32)
-    return made[:plain] + [
-        TreeMicroBatch(**vars(item), until=end) for item, end in zip(made[plain:], until[plain:], strict=True)
+    return micro_batches[:plain] + [
+        TreeMicroBatch(**vars(item), until=end) for item, end in zip(micro_batches[plain:], until[plain:], strict=True)
     ]
 
 
 def empty(shape: tuple[int, int], trees_only: bool = False) -> MicroBatch:
     """Returns an empty micro-batch of shape [B, T], for trees or for plain sequences."""
-    made = MicroBatch(**{name: np.zeros(shape, dtype) for name, dtype in DTYPES.items()})
-    return TreeMicroBatch(**vars(made), until=np.zeros(shape, np.int32)) if trees_only else made
+    micro_batch = MicroBatch(**{name: np.zeros(shape, dtype) for name, dtype in DTYPES.items()})
+    return TreeMicroBatch(**vars(micro_batch), until=np.zeros(shape, np.int32)) if trees_only else micro_batch

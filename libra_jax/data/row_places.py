@@ -50,8 +50,8 @@ class Placed:
     saved: int
 
 
-def place(examples: Sequence[sequences_lib.Example], config: config_lib.TrainerConfig, each: int) -> Placed:
-    """Places sequences in micro-batches of `each` rows; empty rows fill the last.
+def place(examples: Sequence[sequences_lib.Example], config: config_lib.TrainerConfig, batch_rows: int) -> Placed:
+    """Places sequences in micro-batches of `batch_rows` rows; empty rows fill the last.
 
     A sequence goes into the first row with room. If no row has room, it opens a row of the shortest length that fits.
 
@@ -59,7 +59,7 @@ def place(examples: Sequence[sequences_lib.Example], config: config_lib.TrainerC
       ConfigError: a sequence is longer than the longest row.
     """
     sequences = _sequences(examples, config)
-    places, shapes, plain = _placed(sequences, config, each)
+    places, shapes, plain = _placed(sequences, config, batch_rows)
     return Placed(places, sequences.layouts, shapes, plain, sequences.saved)
 
 
@@ -83,41 +83,41 @@ class _Sequences:
 def _sequences(examples: Sequence[sequences_lib.Example], config: config_lib.TrainerConfig) -> _Sequences:
     """Returns the sequences that the examples become: one, none or, of a tree that fits no row, several each."""
     longest = row_lengths(config)[-1]
-    made = _Sequences([], [], {}, 0)
+    sequences = _Sequences([], [], {}, 0)
     saved, bundled = 0, -1  # the last bundled sequence: others may lie between it and the next of its bundle
     bundles: Mapping[int, shared_prompts.Bundled] = {}
     if config.share_prompt:
         prompts, columns = [example.prompt for example in examples], [example.columns for example in examples]
         bundles = shared_prompts.bundles(prompts, [example.routing_RxW for example in examples], columns, longest)
     for index, example in enumerate(examples):
-        found = example.layouts(longest)
+        layouts = example.layouts(longest)
         if (bundle := bundles.get(index)) is not None:
-            found = [bundle.layout]
+            layouts = [bundle.layout]
             saved += bundle.saved
             if bundle.follows:
-                made.beside[bundled] = len(made.layouts)
-            bundled = len(made.layouts)
-        for layout in found:
+                sequences.beside[bundled] = len(sequences.layouts)
+            bundled = len(sequences.layouts)
+        for layout in layouts:
             if layout.columns > longest:
                 raise protocols.ConfigError(
                     f"config.trainer.row_buckets: {example.sequence_id} needs a row of {layout.columns} tokens and the "
                     f"longest row has {longest}; add a longer row or lower rollout.max_context"
                 )
         if example.tree is not None:
-            saved += trees.shared_columns(example.tree, example.mask_N, found)
-        made.examples.extend([index] * len(found))
-        made.layouts.extend(found)
-    return dataclasses.replace(made, saved=saved)
+            saved += trees.shared_columns(example.tree, example.mask_N, layouts)
+        sequences.examples.extend([index] * len(layouts))
+        sequences.layouts.extend(layouts)
+    return dataclasses.replace(sequences, saved=saved)
 
 
 def _placed(
-    sequences: _Sequences, config: config_lib.TrainerConfig, each: int
+    sequences: _Sequences, config: config_lib.TrainerConfig, batch_rows: int
 ) -> tuple[list[columns_lib.Place], list[tuple[int, int]], int]:
     """Returns each sequence's place, the shapes of the micro-batches, and how many of these are without trees."""
     layouts, lengths = sequences.layouts, row_lengths(config)
     shapes: list[tuple[int, int]] = []
     plain = 0
-    found: dict[int, columns_lib.Place] = {}  # by number of the sequence
+    places: dict[int, columns_lib.Place] = {}  # by number of the sequence
     firsts = set(range(len(layouts))) - set(sequences.beside.values())
     for trees_only in (False, True):
         numbers = [number for number in sorted(firsts) if (layouts[number].until_C is not None) == trees_only]
@@ -129,22 +129,22 @@ def _placed(
         for length in sorted(set(fit.length)):
             of_length = [row for row, its_length in enumerate(fit.length) if its_length == length]
             for position, row in enumerate(of_length):
-                slot[row] = (len(shapes) + position // each, position % each)
-            shapes += [(each, length)] * -(-len(of_length) // each)
+                slot[row] = (len(shapes) + position // batch_rows, position % batch_rows)
+            shapes += [(batch_rows, length)] * -(-len(of_length) // batch_rows)
         for position, members in enumerate(together):
             start = int(fit.start[position])
             for number in members:
                 columns = layouts[number].columns
                 where, segment = slot[int(fit.row[position])], int(fit.segment[position])
-                found[number] = columns_lib.Place(sequences.examples[number], *where, start, columns, segment)
+                places[number] = columns_lib.Place(sequences.examples[number], *where, start, columns, segment)
                 start += columns
         plain = plain if trees_only else len(shapes)
-    return [found[number] for number in range(len(layouts))], shapes, plain
+    return [places[number] for number in range(len(layouts))], shapes, plain
 
 
 def _following(number: int, beside: Mapping[int, int]) -> list[int]:
     """Returns a sequence and those that go right after it, in order."""
-    found = [number]
-    while found[-1] in beside:
-        found.append(beside[found[-1]])
-    return found
+    chain = [number]
+    while chain[-1] in beside:
+        chain.append(beside[chain[-1]])
+    return chain

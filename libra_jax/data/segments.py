@@ -77,13 +77,17 @@ def reward_offsets(
     for segment in owners:
         if segment.reward is None or not math.isfinite(segment.reward):
             raise protocols.DataError(f"segment {segment.name}: its reward is {segment.reward}, not a finite number.")
-    found = []
+    token_offsets = []
     for trajectory in trajectories:
         # A trajectory without a reward is refused by name later on.
-        whole = trajectory.reward or 0.0
-        offsets = [0.0 if each.reward is None else each.reward - whole for each in trajectory.segments]
-        found.append(np.repeat(np.array(offsets, np.float32), [len(each.token_ids) for each in trajectory.segments]))
-    return found
+        trajectory_reward = trajectory.reward or 0.0
+        offsets = [
+            0.0 if segment.reward is None else segment.reward - trajectory_reward for segment in trajectory.segments
+        ]
+        token_offsets.append(
+            np.repeat(np.array(offsets, np.float32), [len(segment.token_ids) for segment in trajectory.segments])
+        )
+    return token_offsets
 
 
 def check_whole(

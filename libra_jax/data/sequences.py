@@ -106,11 +106,11 @@ def examples(
       DataError: a trajectory's columns differ in length, a token is outside the vocabulary, a log-probability is not a
         number, its experts are not the model's, or its segments do not fit together; the message names the trajectory.
     """
-    made = []
+    result = []
     for trajectory, out in zip(trajectories, masked or [False] * len(trajectories), strict=True):
         name, segments = trajectory.trajectory_id, trajectory.segments
         if trajectory.outline is not None:
-            made.append(of_outline(trajectory))
+            result.append(of_outline(trajectory))
             continue
         for segment in segments:
             columns = (segment.token_ids, segment.loss_mask, segment.log_probs, segment.policy_versions)
@@ -142,8 +142,8 @@ def examples(
         if not np.isfinite(example.behaviour_N).all():
             raise protocols.DataError(f"trajectory {name}: the engine returned a log-probability that is not a number.")
         example.mask_N[:] &= not out
-        made.append(example)
-    return made
+        result.append(example)
+    return result
 
 
 def of_outline(trajectory: protocols.Trajectory) -> Example:
@@ -169,15 +169,15 @@ def _routing(
     segments: Sequence[protocols.Segment], model: model_config.TransformerConfig
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Returns the experts of a rollout's tokens, [R, W], and these tokens, [R]; None for its first tokens or none."""
-    found, tokens, start = [], [], 0
+    experts, tokens, start = [], [], 0
     for segment in segments:
         if (of_segment := _segment_routing(segment, model)) is not None:
-            found.append(of_segment)
+            experts.append(of_segment)
             tokens.append(start + np.arange(len(of_segment)))
         start += len(segment.token_ids)
-    if not found:
+    if not experts:
         return None, None
-    return (found[0], None) if len(segments) == 1 else (np.concatenate(found), np.concatenate(tokens))
+    return (experts[0], None) if len(segments) == 1 else (np.concatenate(experts), np.concatenate(tokens))
 
 
 def _segment_routing(segment: protocols.Segment, model: model_config.TransformerConfig) -> np.ndarray | None:

@@ -49,37 +49,37 @@ def bundles(
     for index, prompt_P in enumerate(prompts):
         if prompt_P is None:
             continue
-        own = columns[index] - (len(prompt_P) - 1)
+        suffix_width = columns[index] - (len(prompt_P) - 1)
         last = rollouts[-1][-1] if rollouts else index
         before_P, shared = prompts[last], len(prompt_P) - 1
         same = before_P is not None and np.array_equal(prompt_P, before_P)
-        if last < index and same and width + own <= longest and _agree(routing[last], routing[index], shared):
+        if last < index and same and width + suffix_width <= longest and _agree(routing[last], routing[index], shared):
             rollouts[-1].append(index)
-            width += own
+            width += suffix_width
         else:
             rollouts.append([index])
             width = columns[index]
-    found: dict[int, Bundled] = {}
+    bundled_rollouts: dict[int, Bundled] = {}
     for members in rollouts:
         prompt_P = prompts[members[0]]
         if len(members) == 1 or prompt_P is None:
             continue
         shared = len(prompt_P) - 1
-        whole = shared + sum(columns[index] - shared for index in members)
+        bundle_columns = shared + sum(columns[index] - shared for index in members)
         for index in members:
             layout, width = trees.Path(columns[index]), columns[index]
             if index == members[0]:
                 until_C = np.full(width, width, np.int32)
-                until_C[:shared] = whole
+                until_C[:shared] = bundle_columns
                 bundled = trees.Layout(layout.inputs_C, layout.targets_C, layout.positions_C, until_C)
-                found[index] = Bundled(bundled, False, 0)
+                bundled_rollouts[index] = Bundled(bundled, False, 0)
                 continue
             until_C = np.full(width - shared, width - shared, np.int32)
             inputs_C, targets_C, positions_C = (
                 part[shared:] for part in (layout.inputs_C, layout.targets_C, layout.positions_C)
             )
-            found[index] = Bundled(trees.Layout(inputs_C, targets_C, positions_C, until_C), True, shared)
-    return found
+            bundled_rollouts[index] = Bundled(trees.Layout(inputs_C, targets_C, positions_C, until_C), True, shared)
+    return bundled_rollouts
 
 
 def _agree(first: np.ndarray | None, second: np.ndarray | None, tokens: int) -> bool:

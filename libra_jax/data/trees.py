@@ -138,17 +138,17 @@ def lay_out(tree: Tree, mask_N: np.ndarray, longest: int) -> list[Layout]:
     parts: list[tuple[dict[int, int], set[int]]] = [({}, set())]
     columns = 0
     for segment, count in trained_columns(tree, mask_N).items():
-        needed, own = parts[-1]
+        needed, trained_segments = parts[-1]
         grown = _grown(tree, segment, count, needed)
-        if own and columns + sum(grown.values()) > longest:
-            needed, own, columns = {}, set(), 0
-            parts.append((needed, own))
+        if trained_segments and columns + sum(grown.values()) > longest:
+            needed, trained_segments, columns = {}, set(), 0
+            parts.append((needed, trained_segments))
             grown = _grown(tree, segment, count, needed)
         for part, more in grown.items():
             needed[part] = needed.get(part, 0) + more
-        own.add(segment)
+        trained_segments.add(segment)
         columns += sum(grown.values())
-    return [_part(tree, needed, own) for needed, own in parts if own]
+    return [_part(tree, needed, trained_segments) for needed, trained_segments in parts if trained_segments]
 
 
 def trained_columns(tree: Tree, mask_N: np.ndarray) -> dict[int, int]:
@@ -161,23 +161,23 @@ def trained_columns(tree: Tree, mask_N: np.ndarray) -> dict[int, int]:
 
 def shared_columns(tree: Tree, mask_N: np.ndarray, layouts: Sequence[Layout | Path]) -> int:
     """Returns the columns that the segments would take in addition if each one computed its whole context."""
-    whole = sum(tree.shared[segment] + count for segment, count in trained_columns(tree, mask_N).items())
-    return whole - sum(layout.columns for layout in layouts)
+    separate_columns = sum(tree.shared[segment] + count for segment, count in trained_columns(tree, mask_N).items())
+    return separate_columns - sum(layout.columns for layout in layouts)
 
 
-def _grown(tree: Tree, segment: int, count: int, known: dict[int, int]) -> dict[int, int]:
-    """Returns the columns that a part needs in addition to those known, of a segment and its ancestors."""
-    found: dict[int, int] = {}
-    while count > known.get(segment, 0):
-        found[segment] = count - known.get(segment, 0)
+def _grown(tree: Tree, segment: int, count: int, present_columns: dict[int, int]) -> dict[int, int]:
+    """Returns the columns that a part needs in addition to `present_columns`, of a segment and its ancestors."""
+    added_columns: dict[int, int] = {}
+    while count > present_columns.get(segment, 0):
+        added_columns[segment] = count - present_columns.get(segment, 0)
         if tree.parents[segment] == NONE:
             break
         segment, count = tree.parents[segment], tree.fork(segment)
-    return found
+    return added_columns
 
 
-def _part(tree: Tree, needed: dict[int, int], own: set[int]) -> Layout:
-    """Lays out the first columns of each segment in `needed`, and trains those of `own`."""
+def _part(tree: Tree, needed: dict[int, int], trained_segments: set[int]) -> Layout:
+    """Lays out the first columns of each segment in `needed`, and trains those of `trained_segments`."""
     runs, ends, column = _runs(tree, needed), {}, 0
     inputs, targets, positions = [], [], []
     for segment, first, end in runs:
@@ -185,7 +185,7 @@ def _part(tree: Tree, needed: dict[int, int], own: set[int]) -> Layout:
         ends[segment] = column
         index_C = np.arange(tree.starts[segment] + first, tree.starts[segment] + end, dtype=np.int32)
         # After the last own token, another segment's tokens follow.
-        trains = (segment in own) & (index_C + 1 < tree.starts[segment + 1])
+        trains = (segment in trained_segments) & (index_C + 1 < tree.starts[segment + 1])
         inputs.append(index_C)
         targets.append(np.where(trains, index_C + 1, np.int32(NONE)))
         positions.append(np.arange(first, end, dtype=np.int32) + np.int32(tree.shared[segment]))
@@ -207,13 +207,13 @@ def _runs(tree: Tree, needed: dict[int, int]) -> list[tuple[int, int, int]]:
     children: dict[int, list[int]] = {}
     for segment in sorted(needed):
         children.setdefault(tree.parents[segment], []).append(segment)
-    found: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int]] = []
     # A stack and no recursion: a history that is rewritten again and again makes a long chain.
     stack: list[int | tuple[int, int, int]] = list(reversed(children[NONE]))
     while stack:
         entry = stack.pop()
         if isinstance(entry, tuple):
-            found.append(entry)
+            runs.append(entry)
             continue
         first = 0
         below: list[int | tuple[int, int, int]] = []
@@ -226,4 +226,4 @@ def _runs(tree: Tree, needed: dict[int, int]) -> list[tuple[int, int, int]]:
         if needed[entry] > first:
             below.append((entry, first, needed[entry]))
         stack += reversed(below)
-    return found
+    return runs

@@ -111,10 +111,10 @@ class World:
             return
         if not self._joined:
             raise protocols.LibraError(f"process {self.process} of the trainer has not joined the others: call join.")
-        here, wanted = jax.local_device_count(), trainer.devices // trainer.processes
-        if here != wanted:
+        here, expected = jax.local_device_count(), trainer.devices // trainer.processes
+        if here != expected:
             raise protocols.ConfigError(
-                f"config.trainer.processes: each of {trainer.processes} processes has to see {wanted} of the mesh's "
+                f"config.trainer.processes: each of {trainer.processes} processes has to see {expected} of the mesh's "
                 f"{trainer.devices} devices, and process {self.process} sees {here}"
             )
 
@@ -158,18 +158,18 @@ def agreeing() -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as found:
-        error = found
+    except Exception as exception:
+        error = exception
     if jax.process_count() > 1:
-        said = np.zeros(_SENTENCE_BYTES, np.uint8)
+        message = np.zeros(_SENTENCE_BYTES, np.uint8)
         if error is not None:
             # Of an error that is no LibraError, the others hear what it was.
-            told = error if isinstance(error, protocols.LibraError) else protocols.LibraError(repr(error))
-            kind = next(number for number, kind in enumerate(_ERRORS) if isinstance(told, kind))
-            text = np.frombuffer(str(told).encode()[: _SENTENCE_BYTES - 1], np.uint8)
-            said[0], said[1 : 1 + len(text)] = 1 + kind, text
+            shared_error = error if isinstance(error, protocols.LibraError) else protocols.LibraError(repr(error))
+            kind = next(number for number, kind in enumerate(_ERRORS) if isinstance(shared_error, kind))
+            text = np.frombuffer(str(shared_error).encode()[: _SENTENCE_BYTES - 1], np.uint8)
+            message[0], message[1 : 1 + len(text)] = 1 + kind, text
         with explaining():
-            everywhere = np.asarray(multihost_utils.process_allgather(said))
+            everywhere = np.asarray(multihost_utils.process_allgather(message))
         for kind, *text in everywhere:
             if kind and error is None:
                 error = _ERRORS[kind - 1](bytes(text).rstrip(b"\0").decode(errors="replace"))
