@@ -71,7 +71,7 @@ class Compilation:
         return self.wait(seconds)
 
     def _compile(self) -> None:
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             while not self.cancelled and self.done < len(shapes := self.shapes()):
                 self.programs.compile(*shapes[self.done])
@@ -81,4 +81,4 @@ class Compilation:
             if self.tell is not None:
                 self.tell(error)
         finally:
-            self.seconds += time.monotonic() - began
+            self.seconds += time.monotonic() - start

@@ -37,10 +37,10 @@ def digest(weights: Any) -> str:
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
     sums = jax.device_get(_sums([leaf for _, leaf in leaves]))
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for (path, leaf), pair in zip(leaves, sums, strict=True):
-        whole.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} {pair[0]} {pair[1]};".encode())
-    return whole.hexdigest()[:16]
+        hasher.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} {pair[0]} {pair[1]};".encode())
+    return hasher.hexdigest()[:16]
 
 
 @jax.jit

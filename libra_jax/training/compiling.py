@@ -51,20 +51,20 @@ def case(
     """
     # The devices may be of another platform than the one that the run trains on, and `make_mesh` would refuse them.
     trainer = dataclasses.replace(config.trainer, platform="auto")
-    made = learner.Learner(dataclasses.replace(config, trainer=trainer), model, devices)
-    row_tokens, most = made.inputs.row_shapes()[-1]
+    run_learner = learner.Learner(dataclasses.replace(config, trainer=trainer), model, devices)
+    row_tokens, max_sequences = run_learner.inputs.row_shapes()[-1]
     # Experts take the tokens of all devices of `fsdp`, and each device has a part of the experts.
     tokens = trainer.micro_batch_rows // trainer.data * row_tokens // trainer.context
-    taken = tokens * model.experts_per_token / trainer.fsdp
+    expert_tokens = tokens * model.experts_per_token / trainer.fsdp
     iterations = 0.0
-    if taken:
+    if expert_tokens:
         on, columns = attention.target(devices[0]), model.expert_intermediate_size // trainer.tensor
         if feasibility.choose_experts(on, model.hidden_size, columns, config.model.compute_dtype) == "groups":
-            iterations = expert_groups.balanced_iterations(taken, trainer.fsdp == 1)
+            iterations = expert_groups.balanced_iterations(expert_tokens, trainer.fsdp == 1)
         else:
-            iterations = expert_tiles.balanced_iterations(taken, model.num_experts // trainer.fsdp)
+            iterations = expert_tiles.balanced_iterations(expert_tokens, model.num_experts // trainer.fsdp)
     sizes = compiled.Sizes(
-        mesh=dict(made.layout.mesh.shape),
+        mesh=dict(run_learner.layout.mesh.shape),
         vocabulary=model.vocab_size,
         hidden=model.hidden_size,
         # Of one device: rows are split over data and fsdp, their tokens over context.
@@ -72,20 +72,20 @@ def case(
         logits_chunk=config.model.logits_chunk,
         expert_iterations=iterations,
     )
-    found: dict[str, programs.Program] = {}
+    case_programs: dict[str, programs.Program] = {}
     with topology.answering_for(devices[0]):
         for name in names:
-            began = time.monotonic()
-            batch = None if name == step.APPLY else made.inputs.empty(name, row_tokens, most)
-            program = made.programs.program(name, batch)
-            seconds = time.monotonic() - began
+            start = time.monotonic()
+            batch = None if name == step.APPLY else run_learner.inputs.empty(name, row_tokens, max_sequences)
+            program = run_learner.programs.program(name, batch)
+            seconds = time.monotonic() - start
             text = program.as_text() or ""
             if dump is not None:
                 dump[name] = text
             memory = program.memory_analysis()
             # Results that reuse no argument's buffer.
             fresh = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
-            found[name] = programs.Program.counted(
+            case_programs[name] = programs.Program.counted(
                 compiled.count(text, sizes), memory.argument_size_in_bytes, memory.temp_size_in_bytes + fresh, seconds
             )
     return programs.Case(
@@ -99,10 +99,10 @@ def case(
         row_tokens=row_tokens,
         packed=trainer.pack,
         remat=config.model.remat,
-        state_bytes=_bytes(made.layout.state),
-        parameter_bytes=_bytes(made.layout.state.params),
-        programs=found,
-        reference=made.layout.state.reference is not None,
+        state_bytes=_bytes(run_learner.layout.state),
+        parameter_bytes=_bytes(run_learner.layout.state.params),
+        programs=case_programs,
+        reference=run_learner.layout.state.reference is not None,
         context=trainer.context,
         adapter_parameters=adapters.parameter_count(model),
     )

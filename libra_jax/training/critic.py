@@ -132,11 +132,11 @@ def loss(
 
 def report(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of a critic's step under `critic/`, with the share of the returns' variance it explains."""
-    found = {f"critic/{name}": metrics[name] for name in ("loss", "grad_norm", "skipped", "learning_rate")}
+    critic_metrics = {f"critic/{name}": metrics[name] for name in ("loss", "grad_norm", "skipped", "learning_rate")}
     if "return" in metrics:
         variance = metrics["return_squared"] - metrics["return"] ** 2
-        found |= {f"critic/{name}": metrics[name] for name in ("clip_fraction", "value", "return")}
+        critic_metrics |= {f"critic/{name}": metrics[name] for name in ("clip_fraction", "value", "return")}
         # The difference of two float32 sums: of nearly equal returns, nothing but rounding is left.
         if variance > EQUAL_RETURNS * metrics["return_squared"]:
-            found["critic/explained_variance"] = 1.0 - metrics["squared_error"] / variance
-    return found
+            critic_metrics["critic/explained_variance"] = 1.0 - metrics["squared_error"] / variance
+    return critic_metrics

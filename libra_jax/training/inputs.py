@@ -84,10 +84,10 @@ class Inputs:
         """Returns the rows that a step may need, as length and most sequences: the shortest with the fewest first."""
         packs = self.config.trainer.pack
         return [
-            (row_tokens, most)
+            (row_tokens, max_sequences)
             for row_tokens in row_places.row_lengths(self.config.trainer)
             # Only the time of cuDNN's attention depends on the number, so other kernels need one program.
-            for most in rows.segment_bounds(row_tokens, packs)[0 if self.lists_sequences else -1 :]
+            for max_sequences in rows.segment_bounds(row_tokens, packs)[0 if self.lists_sequences else -1 :]
         ]
 
     def shapes(self, *, trees: bool = False) -> list[step.Shape]:
@@ -103,33 +103,35 @@ class Inputs:
         names = [step.SUPERVISED] * warms_up + [step.SCORE] * self.refers
         names += [step.PROXIMAL] * (self.scores_proximal or statistics or self.critic)
         names += [step.NORMS] * (algorithm.baseline == "minimum_variance" and trains_policy)
-        found = []
+        program_shapes = []
         row_shapes = self.row_shapes()
         if trees:
             row_shapes = [(row_tokens, 0) for row_tokens in row_places.row_lengths(self.config.trainer)]
-        for row_tokens, most in row_shapes:
+        for row_tokens, max_sequences in row_shapes:
             for name in (*names, self.loss):
-                arrays = self.empty(name, row_tokens, most, trees=trees).items()
-                found.append((name, {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in arrays}))
-        return found
+                arrays = self.empty(name, row_tokens, max_sequences, trees=trees).items()
+                program_shapes.append(
+                    (name, {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in arrays})
+                )
+        return program_shapes
 
     def empty(
-        self, name: str, row_tokens: int | None = None, most: int | None = None, *, trees: bool = False
+        self, name: str, row_tokens: int | None = None, max_sequences: int | None = None, *, trees: bool = False
     ) -> dict[str, np.ndarray]:
         """Returns an empty micro-batch with the arrays that a program takes.
 
         Args:
           name: `step.POLICY`, `SUPERVISED`, `VALUE`, `SCORE`, `PROXIMAL` or `NORMS`.
           row_tokens: length of the rows; None for the shortest.
-          most: sequences that a row may hold; None for the fewest of `row_shapes`.
+          max_sequences: sequences that a row may hold; None for the fewest of `row_shapes`.
           trees: a micro-batch of trees.
         """
         shape = (self.config.trainer.micro_batch_rows, row_tokens or self.config.trainer.row_tokens)
         batch: dict[str, np.ndarray] = dict(vars(packing.empty(shape, trees)))
         # The rows of NORMS hold a sequence each, whose attention needs no list of them; nor does attention of trees.
         if self.lists_sequences and name != step.NORMS and not trees:
-            most = most or rows.segment_bounds(shape[1], packed=True)[0]
-            batch[packing.LENGTHS] = np.zeros((shape[0], most), np.int32)
+            max_sequences = max_sequences or rows.segment_bounds(shape[1], packed=True)[0]
+            batch[packing.LENGTHS] = np.zeros((shape[0], max_sequences), np.int32)
         if name == step.POLICY:
             # The extras of `batch.prepare`.
             extras = ["advantages"]

@@ -140,7 +140,7 @@ class Learner(model_state.ModelState):
         learning_rate: float,
         extras: Sequence[Mapping[str, Any]],
         minibatches: Sequence[range],
-        own: range | None = None,
+        core_range: range | None = None,
         rest: Rest | None = None,
     ) -> dict[str, float]:
         """Takes a step of the policy or the critic: an update on each mini-batch, `algorithm.epochs` times.
@@ -152,7 +152,7 @@ class Learner(model_state.ModelState):
           learning_rate: learning rate of this step.
           extras: further arrays of each micro-batch (`batch.Prepared`).
           minibatches: micro-batches of each mini-batch.
-          own: micro-batches of the first update to compute here first; default: all.
+          core_range: micro-batches of the first update to compute here first; default: all.
           rest: yields the sums or indices of the first update's other micro-batches, in the same order in all
             processes. If it raises, the state is unchanged.
 
@@ -167,7 +167,7 @@ class Learner(model_state.ModelState):
           StepAborted: `abort` was set before the first update; the state is unchanged.
         """
         parts = [part for _ in range(self.config.algorithm.epochs) for part in minibatches]
-        taken: list[updates.Update] = []
+        step_updates: list[updates.Update] = []
         try:
             if self.inputs.scores_proximal:
                 # The log-probabilities of the policy as it is now, on the mesh.
@@ -175,17 +175,17 @@ class Learner(model_state.ModelState):
                 extras = [{**extra, "proximal": score} for extra, score in zip(extras, scores, strict=True)]
             for number, part in enumerate(parts):
                 self._taking = number
-                indices, others = (part, None) if number or own is None else (own, rest)
+                indices, remainder = (part, None) if number or core_range is None else (core_range, rest)
                 last = number == len(parts) - 1
                 if self._statistics is not None:
                     extras = self._with_statistics(packed, extras, part, number)
-                taken.append(
-                    self._update(self.inputs.loss, packed, learning_rate, extras, indices, others, steps=int(last))
+                step_updates.append(
+                    self._update(self.inputs.loss, packed, learning_rate, extras, indices, remainder, steps=int(last))
                 )
         finally:
             self._taking = 0
             self.abort.clear()
-        return updates.step_metrics(taken, keeps_first=self.inputs.scores_proximal)
+        return updates.step_metrics(step_updates, keeps_first=self.inputs.scores_proximal)
 
     def accumulate(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], *, in_step: bool = False) -> None:
         """Sums micro-batches of the next update under the present parameters; `train` goes on from the sums.
@@ -247,11 +247,11 @@ class Learner(model_state.ModelState):
             of_layout = [np.asarray(array)[mask] for array, mask in zip(arrays, masks, strict=True)]
             return np.concatenate(of_layout)[order_K]
 
-        with world.explaining(), sharding.whole(self.scores(packed, extras, part)) as whole:
-            log_probs_K = trained(whole)
+        with world.explaining(), sharding.whole(self.scores(packed, extras, part)) as full_arrays:
+            log_probs_K = trained(full_arrays)
         if self.inputs.scores_proximal:
-            with world.explaining(), sharding.whole([extras[index]["proximal"] for index in part]) as whole:
-                anchors_K = trained(whole)
+            with world.explaining(), sharding.whole([extras[index]["proximal"] for index in part]) as full_arrays:
+                anchors_K = trained(full_arrays)
         elif self.config.algorithm.objective == "decoupled":
             anchors_K = log_probs_K  # the batch's only update: the policy is its own proximal policy
         else:
@@ -262,14 +262,14 @@ class Learner(model_state.ModelState):
         # The same in every process, and after a restart.
         rng = np.random.default_rng([self.config.seed, int(self.train_state().step), number])
         layout_K = np.argsort(order_K)
-        found = {
+        statistics = {
             name: value[layout_K] if isinstance(value, np.ndarray) else value
             for name, value in self._statistics(tokens, rng).items()
         }
         ends, added = np.cumsum([int(mask.sum()) for mask in masks]), list(extras)
         for index, mask, end in zip(part, masks, ends, strict=True):
-            arrays = {name: np.zeros(mask.shape, np.float32) for name in found}
-            for name, value in found.items():
+            arrays = {name: np.zeros(mask.shape, np.float32) for name in statistics}
+            for name, value in statistics.items():
                 arrays[name][mask] = value[end - int(mask.sum()) : end] if isinstance(value, np.ndarray) else value
             added[index] = {**extras[index], **{batch_statistics.PREFIX + name: a for name, a in arrays.items()}}
         return added
@@ -291,13 +291,13 @@ class Learner(model_state.ModelState):
         accumulator, parts = self._begun or (self.accumulator or self.programs.zeros(), [])
         # The first program consumes them. The accumulator is kept again only if the update ends well.
         self.accumulator = self._begun = None
-        began = time.monotonic()
+        start = time.monotonic()
         with world.explaining():
             accumulator = self._accumulate(loss, state.params, packed, extras, indices, accumulator, parts, state.base)
             if rest is not None:
                 # The seconds passed to `rest` set its deadline, so the core's own work must really be done.
                 jax.block_until_ready(accumulator)
-                for item in rest(time.monotonic() - began):
+                for item in rest(time.monotonic() - start):
                     if isinstance(item, step.Received):
                         accumulator = self.programs.add(accumulator, item)
                         parts.append(item.report)

@@ -53,10 +53,10 @@ class Scorer:
         With `routing` in the batch, the tokens that are `routed` take the given experts. `tap` goes over the parameters
         of each layer.
         """
-        given = None
+        replayed_experts = None
         if "routing" in batch:
             routing_BxTxLxK = batch["routing"].reshape(*batch["tokens"].shape, self.model.num_layers, -1)
-            given = router.Given(routing_BxTxLxK, batch["routed"])
+            replayed_experts = router.Given(routing_BxTxLxK, batch["routed"])
         hidden_BxTxD, of_routers = transformer.forward_and_losses(
             params,
             self.model,
@@ -64,7 +64,7 @@ class Scorer:
             batch["tokens"],
             batch["positions"],
             batch["segments"],
-            given,
+            replayed_experts,
             batch.get(packing.LENGTHS),
             batch.get(packing.UNTIL),
             tap,

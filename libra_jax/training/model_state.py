@@ -100,7 +100,7 @@ class ModelState:
         )
         temperature = config.rollout.temperature
         values = critic_lib.Values(model, options)
-        known: dict[str, step.Loss] = {
+        loss_functions: dict[str, step.Loss] = {
             step.POLICY: policy,
             step.SUPERVISED: functools.partial(losses.supervised, scorer=scorer),
             step.VALUE: functools.partial(critic_lib.loss, values=values, clip=config.critic.clip),
@@ -108,7 +108,7 @@ class ModelState:
         self.programs = step.Programs(
             self.layout,
             self._transform,
-            losses=known,
+            losses=loss_functions,
             score=lambda params, batch: reference(params, batch, temperature=temperature)[0],
             proximal=values if critic else lambda params, batch: scorer(params, batch, temperature=temperature)[0],
             norms=score_norms.ScoreNorms(
@@ -188,17 +188,17 @@ class ModelState:
         self.state = state_lib.begin(params, self.layout, self._transform, seed, base, reference)
 
     def compile(
-        self, loss: str, row_tokens: int | None = None, most: int | None = None, *, sums_only: bool = False
+        self, loss: str, row_tokens: int | None = None, max_sequences: int | None = None, *, sums_only: bool = False
     ) -> None:
         """Compiles the programs of a step before its first use.
 
         Args:
           loss: `step.POLICY`, `SUPERVISED` or `VALUE`.
           row_tokens: length of the rows; None for the shortest.
-          most: sequences that a row may hold; None for the fewest of `Inputs.row_shapes`.
+          max_sequences: sequences that a row may hold; None for the fewest of `Inputs.row_shapes`.
           sums_only: compile only what `sums` needs.
         """
-        batch = self.inputs.empty(loss, row_tokens, most)
+        batch = self.inputs.empty(loss, row_tokens, max_sequences)
         if sums_only:
             self.programs.program(loss, batch)
         else:
@@ -239,20 +239,22 @@ class ModelState:
           LibraError: the devices ran out of memory.
           PeerLost: another process of the trainer is gone.
         """
-        state, found = self.train_state(), np.zeros((2, len(examples)), np.float32)
+        state, scores_2xN = self.train_state(), np.zeros((2, len(examples)), np.float32)
         packed = packing.pack(examples, dataclasses.replace(self.config.trainer, pack=False, share_prompt=False))
         extras: Sequence[Mapping[str, Any]] = [{} for _ in packed.micro_batches]
         if self.config.algorithm.routing_replay == "rollout":
             extras = packed.routing(examples, self.model.routing_width, np.dtype(self.model.routing_dtype))
         with world.explaining():
-            scored = (
+            device_batches = (
                 self.programs.put({**vars(item), **extra})
                 for item, extra in zip(packed.micro_batches, extras, strict=True)
             )
-            numbers = jax.device_get([self.programs.norms(state.params, arrays, state.base) for arrays in scored])
+            numbers = jax.device_get(
+                [self.programs.norms(state.params, arrays, state.base) for arrays in device_batches]
+            )
         for place in packed.places:
-            found[:, place.example] = numbers[place.micro_batch][:, place.row]
-        return estimators.Scores(np.sqrt(found[0]), found[1])
+            scores_2xN[:, place.example] = numbers[place.micro_batch][:, place.row]
+        return estimators.Scores(np.sqrt(scores_2xN[0]), scores_2xN[1])
 
     def _scored(
         self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: Iterable[int]
@@ -269,9 +271,9 @@ class ModelState:
 
     def scores(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: range) -> list[jax.Array]:
         """Returns the log-probabilities of the policy as it is now, on the mesh: one [B, T] array a micro-batch."""
-        state, scored = self.train_state(), self._scored(packed, extras, indices)
+        state, device_batches = self.train_state(), self._scored(packed, extras, indices)
         with world.explaining():
-            return [self.programs.proximal(state.params, arrays, state.base) for arrays in scored]
+            return [self.programs.proximal(state.params, arrays, state.base) for arrays in device_batches]
 
 
 def _tell(error: Exception) -> None:

@@ -62,14 +62,16 @@ def _users_schedule(config: config_lib.OptimizerConfig, steps: int) -> optax.Sch
     """Calls the function that `config.schedule` names. Each rate is checked, because a NaN would end the policy."""
     name, field = config.schedule, "optimizer.schedule"
     arguments = {"config": config, "steps": steps, **config.schedule_arguments}
-    made = resolving.call(resolving.resolve(name, field), name, arguments, "optimizer.schedule_arguments")
-    shown = resolving.shown(name)
-    config_lib.check(callable(made), field, f"{shown} returned {made!r}, not a function from the step to the rate")
+    function = resolving.call(resolving.resolve(name, field), name, arguments, "optimizer.schedule_arguments")
+    display_name = resolving.shown(name)
+    config_lib.check(
+        callable(function), field, f"{display_name} returned {function!r}, not a function from the step to the rate"
+    )
 
     def rate(step: int) -> float:
         with resolving.named(name, field, f"the schedule at step {step}"):
-            value = float(made(step))
-        problem = f"{shown} gave a learning rate of {value} at step {step}; it must be finite and not negative"
+            value = float(function(step))
+        problem = f"{display_name} gave a learning rate of {value} at step {step}; it must be finite and not negative"
         config_lib.check(math.isfinite(value) and value >= 0, field, problem)
         return value
 
@@ -122,24 +124,24 @@ def decays(path: tuple[Any, ...]) -> bool:
 
 def _preconditioner(config: config_lib.OptimizerConfig) -> optax.GradientTransformation:
     """Calls the optimizer's function: one of `NAMED`, or the user's own."""
-    name, given = config.name, {"config": config, **config.arguments}
+    name, arguments = config.name, {"config": config, **config.arguments}
     if ":" not in name:
-        return resolving.call(NAMED[name], name, given, "optimizer.arguments")
-    made = resolving.call(resolving.resolve(name, "optimizer.name"), name, given, "optimizer.arguments")
+        return resolving.call(NAMED[name], name, arguments, "optimizer.arguments")
+    transformation = resolving.call(resolving.resolve(name, "optimizer.name"), name, arguments, "optimizer.arguments")
     # Not isinstance: a transformation is any pair of functions with these names.
     config_lib.check(
-        callable(getattr(made, "init", None)) and callable(getattr(made, "update", None)),
+        callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None)),
         "optimizer.name",
-        f"{resolving.shown(name)} returned {made!r}, not an optax.GradientTransformation",
+        f"{resolving.shown(name)} returned {transformation!r}, not an optax.GradientTransformation",
     )
 
     def init(params: PyTree) -> PyTree:
         with resolving.named(name, "optimizer.name", "init"):
-            return made.init(params)
+            return transformation.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         with resolving.named(name, "optimizer.name", "update"):
-            return made.update(updates, state, params)
+            return transformation.update(updates, state, params)
 
     return optax.GradientTransformation(init, update)
 

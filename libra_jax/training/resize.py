@@ -104,9 +104,9 @@ class Resize:
           LibraError: the new programs do not compile, a device lacks memory, or the state could not be moved. The
             present learner continues, or the message says that the state is lost.
         """
-        began, compilation = time.monotonic(), self.compilation
+        start, compilation = time.monotonic(), self.compilation
         in_time = compilation.wait(seconds)
-        waited = time.monotonic() - began
+        waited = time.monotonic() - start
         if not in_time:
             raise protocols.DeadlineMissed(
                 f"compiling for a mesh of {self.sizes} takes longer than {seconds:g} s; the trainer stays on "
@@ -120,7 +120,7 @@ class Resize:
                 "its mesh."
             ) from compilation.error
         self.estimate = self._checked()  # since then, others may have taken memory, and a first step its accumulator
-        began = time.monotonic()
+        start = time.monotonic()
         # `move` frees each old leaf only if nobody else refers to it.
         leaves, structure = self._present.release()
         try:
@@ -130,7 +130,7 @@ class Resize:
             self._present.state = jax.tree.unflatten(structure, leaves)
             raise
         self._next.state = jax.tree.unflatten(structure, leaves)
-        moved = time.monotonic() - began
+        moved = time.monotonic() - start
         return self._next, protocols.ResizePhases(compilation.seconds, waited, moved, self.estimate.arriving_bytes)
 
     def _checked(self) -> protocols.ResizeEstimate:
@@ -142,18 +142,18 @@ class Resize:
             present.programs.temporary_bytes() * before.mesh.size // after.mesh.size
         )
         holds_sums = present.accumulator is not None or present.has_begun
-        made = estimate(before, after, holds_sums=holds_sums, program_bytes=program_bytes)
+        memory_estimate = estimate(before, after, holds_sums=holds_sums, program_bytes=program_bytes)
         devices = list(after.mesh.devices.flat)
         free = self._free_bytes(devices)
         # The move and the first step on the new mesh must both fit.
-        most = max(made.peak_bytes, made.step_bytes)
+        peak_bytes = max(memory_estimate.peak_bytes, memory_estimate.step_bytes)
         for device, room in free.items():
-            if most > room:
+            if peak_bytes > room:
                 raise protocols.LibraError(
-                    f"a live resize takes up to {most / 2**20:.1f} MiB more on a device, and "
+                    f"a live resize takes up to {peak_bytes / 2**20:.1f} MiB more on a device, and "
                     f"{device} has {room / 2**20:.1f} MiB; raise trainer.fsdp, or restart on the other mesh."
                 )
-        return dataclasses.replace(made, unchecked=len(devices) - len(free))
+        return dataclasses.replace(memory_estimate, unchecked=len(devices) - len(free))
 
 
 def estimate(
@@ -168,7 +168,7 @@ def estimate(
         accumulator, which may be larger on each device.
       program_bytes: temporary bytes that a program of the next step needs on each device.
     """
-    held: Counter[jax.Device] = Counter()  # relative to the bytes that the device holds now
+    extra_bytes: Counter[jax.Device] = Counter()  # relative to the bytes that the device holds now
 
     def hold(leaf: Any, sign: int) -> None:
         if leaf.sharding.memory_kind == state_lib.HOST:
@@ -176,23 +176,23 @@ def estimate(
         # The shards of a leaf are of equal size.
         nbytes = np.dtype(leaf.dtype).itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for device in leaf.sharding.device_set:
-            held[device] += sign * nbytes
+            extra_bytes[device] += sign * nbytes
 
-    whole = arriving = peak = 0
+    total_bytes = arriving = peak = 0
     for sums in jax.tree.leaves(before.accumulator) if holds_sums else ():
         hold(sums, -1)
     for old, new in zip(jax.tree.leaves(before.state), jax.tree.leaves(after.state), strict=True):
         item = np.dtype(old.dtype).itemsize
-        whole += item * math.prod(old.shape)
+        total_bytes += item * math.prod(old.shape)
         arriving += item * _arriving(old, new)
         hold(new, 1)
         # The old leaf is freed after the new leaf exists, so the peak counts both.
-        peak = max(peak, *held.values())
+        peak = max(peak, *extra_bytes.values())
         hold(old, -1)
     for sums in jax.tree.leaves(after.accumulator):
         hold(sums, 1)
-    stays = max(held[device] for device in after.mesh.devices.flat)
-    return protocols.ResizeEstimate(whole, arriving, max(peak, stays), step_bytes=max(0, stays + program_bytes))
+    stays = max(extra_bytes[device] for device in after.mesh.devices.flat)
+    return protocols.ResizeEstimate(total_bytes, arriving, max(peak, stays), step_bytes=max(0, stays + program_bytes))
 
 
 def _arriving(old: Any, new: Any) -> int:
@@ -200,10 +200,10 @@ def _arriving(old: Any, new: Any) -> int:
 
     def places(leaf: Any) -> dict[jax.Device, list[tuple[int, int]]]:
         # For each device, the first and last index of each dimension that it holds.
-        found = leaf.sharding.devices_indices_map(leaf.shape).items()
+        device_indices = leaf.sharding.devices_indices_map(leaf.shape).items()
         return {
             device: [part.indices(size)[:2] for part, size in zip(parts, leaf.shape, strict=True)]
-            for device, parts in found
+            for device, parts in device_indices
         }
 
     here, count = places(old), 0
@@ -251,9 +251,9 @@ def _free_bytes(devices: Sequence[jax.Device]) -> dict[jax.Device, int]:
     """Returns the free bytes that each device reports; CPU devices share this process's free memory."""
     free = {}
     for device in devices:
-        told = device.memory_stats() if device.platform != "cpu" else None
-        if told and "bytes_limit" in told:
-            free[device] = told["bytes_limit"] - told["bytes_in_use"]
+        stats = device.memory_stats() if device.platform != "cpu" else None
+        if stats and "bytes_limit" in stats:
+            free[device] = stats["bytes_limit"] - stats["bytes_in_use"]
         elif device.platform == "cpu":
             free[device] = memfd.available_bytes() // len(devices)
     return free

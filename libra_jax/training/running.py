@@ -116,11 +116,11 @@ class Running:
         if self.sourced == digest and self.learner.state is not None:
             return self.learner.state.base
         base = base_lib.load(self.config, self.model, self.learner.layout)
-        if (found := base_lib.digest(base)) != digest:
+        if (base_digest := base_lib.digest(base)) != digest:
             source = self.config.model.path or f"the preset {self.config.model.preset}"
             raise protocols.DataError(
                 f"{path}: its adapter was trained on weights with digest {digest}, and {source} holds weights with "
-                f"digest {found}; bring the former weights back, or start a new workdir."
+                f"digest {base_digest}; bring the former weights back, or start a new workdir."
             )
         return base
 

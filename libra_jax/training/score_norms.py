@@ -84,9 +84,9 @@ class ScoreNorms:
                     return jax.tree_util.tree_map_with_path(trained, tree)
 
                 # Tapped before both uses of a table, as embedding and as output projection: the gradients add up first.
-                whole = {name: leaf if name == "layers" else tap(leaf) for name, leaf in params.items()}
+                tapped_params = {name: leaf if name == "layers" else tap(leaf) for name, leaf in params.items()}
                 row = {name: array[None] for name, array in arrays.items()}
-                log_probs_1xT, _, _ = scorer(whole, row, temperature=self.temperature, tap=tap)
+                log_probs_1xT, _, _ = scorer(tapped_params, row, temperature=self.temperature, tap=tap)
                 ratio_1xT = jnp.where(mask_1xT, log_probs_1xT - row["behaviour"], 0.0)
                 return jnp.sum(jnp.where(mask_1xT, log_probs_1xT, 0.0)), jnp.sum(ratio_1xT)
 

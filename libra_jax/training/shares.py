@@ -63,9 +63,9 @@ def split(work: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[range
         borders.append(borders[-1] + item)
     ends: list[int] = []
     for behind in range(len(fractions)):
-        wanted = (1.0 - sum(fractions[behind:])) * borders[-1]
+        target = (1.0 - sum(fractions[behind:])) * borders[-1]
         # From index 1, so that the core keeps a micro-batch; `min` returns the earlier of two equally near borders.
-        nearest = min(range(1, len(borders)), key=lambda index: abs(borders[index] - wanted))
+        nearest = min(range(1, len(borders)), key=lambda index: abs(borders[index] - target))
         ends.append(max(nearest, *ends) if ends else nearest)
     firsts = [0, *ends]
     return tuple(range(first, last) for first, last in zip(firsts, [*ends, len(work)], strict=True))
@@ -184,17 +184,17 @@ class Collection:
         for share, indices in zip(self._shares, self._ranges, strict=True):
             if not indices:
                 continue
-            began = time.monotonic()
+            start = time.monotonic()
             received, outcome = None, "arrived"
             try:
                 # A late share must not use up the waiting time of the shares after it.
-                limit = max(deadline, began + config.late_min_seconds) if missing else deadline
+                limit = max(deadline, start + config.late_min_seconds) if missing else deadline
                 received = self._receive(share, indices, limit)
             except RefusedError:
                 outcome = "refused"
             except gradient_channel.ChannelError:
                 outcome = "late"
-            self._waited += time.monotonic() - began
+            self._waited += time.monotonic() - start
             # All processes of the core have to add the same sums, so a share counts only if every process received it.
             everywhere = received is not None
             if jax.process_count() > 1:
@@ -235,10 +235,10 @@ class Collection:
         }
         if jax.process_index() > 0:  # only the first process knows the synced digest; it checks for all
             del pairs["digest"]
-        for name, (offered, asked) in pairs.items():
-            if offered != asked:
+        for name, (offered, expected) in pairs.items():
+            if offered != expected:
                 raise RefusedError(
-                    f"{share.worker} offered gradient sums of {name} {offered}, not {asked}; it was dismissed."
+                    f"{share.worker} offered gradient sums of {name} {offered}, not {expected}; it was dismissed."
                 )
         # Loss and count come last. The core recomputes the share, and so finds out whether the batch was to blame.
         if not all(math.isfinite(float(scalar)) for scalar in arrays[-2:]):

@@ -114,8 +114,8 @@ def make_mesh(config: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -
         ignores the "cuda" in JAX_PLATFORMS=cuda,cpu.
     """
     shape = (config.data, config.fsdp, config.tensor, config.context)
-    wanted = {"cuda": "gpu"}.get(config.platform, config.platform)
-    if devices and wanted not in ("auto", devices[0].platform):
+    platform = {"cuda": "gpu"}.get(config.platform, config.platform)
+    if devices and platform not in ("auto", devices[0].platform):
         raise protocols.ConfigError(
             f"config.trainer.platform: JAX finds no {config.platform} device here, only {devices[0].platform}; install "
             f"JAX for {config.platform}, or use auto"
@@ -202,20 +202,20 @@ def layout(
     if critic:
         shapes[critic_lib.HEAD], shardings[critic_lib.HEAD] = critic_lib.head(config, mesh, dtype)
 
-    def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    def place_leaf(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     frozen = None
     if base is not None:
         # Everything below sees the adapter only: moments and sums of the frozen weights do not exist.
         (shapes, weights), (shardings, places) = lora.split(shapes), lora.split(shardings)
-        frozen = _frozen(jax.tree.map(placed, weights, places), base)
-    params = jax.tree.map(placed, shapes, shardings)
+        frozen = _frozen(jax.tree.map(place_leaf, weights, places), base)
+    params = jax.tree.map(place_leaf, shapes, shardings)
     referred = params
     if teacher is not None:
         feasibility.check_mesh(teacher, mesh.shape)
         places = transformer.shardings(teacher, mesh)
-        referred = jax.tree.map(placed, dict(transformer.abstract_params(teacher, dtype)), places)
+        referred = jax.tree.map(place_leaf, dict(transformer.abstract_params(teacher, dtype)), places)
     opt_state = _moments(jax.eval_shape(transform.init, shapes), params, everywhere, offload)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
     return Layout(
@@ -253,11 +253,11 @@ def _moments(opt_state: PyTree, params: PyTree, everywhere: NamedSharding, offlo
       everywhere: sharding of what belongs to no parameter, such as counters.
       offload: moments live in the host's memory.
     """
-    known = dict(jax.tree_util.tree_leaves_with_path(params))
+    params_by_path = dict(jax.tree_util.tree_leaves_with_path(params))
 
-    def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def place_moment(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         ends = (path[start:] for start in range(len(path)))
-        param = next((known[end] for end in ends if end in known), None)
+        param = next((params_by_path[end] for end in ends if end in params_by_path), None)
         # Axes of the parameter, ascending, whose sizes are those of the moment.
         shape = () if param is None else param.shape
         choices = itertools.combinations(range(len(shape)), len(leaf.shape))
@@ -271,7 +271,7 @@ def _moments(opt_state: PyTree, params: PyTree, everywhere: NamedSharding, offlo
             where = where.with_memory_kind(HOST)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-    return jax.tree_util.tree_map_with_path(placed, opt_state)
+    return jax.tree_util.tree_map_with_path(place_moment, opt_state)
 
 
 def _frozen(params: PyTree, dtype: str) -> PyTree:

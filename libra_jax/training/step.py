@@ -270,11 +270,11 @@ class Programs:
         """Returns a program that a step runs now, and counts the seconds until it is compiled."""
         if (ready := self._compiled.get(_key(name, batch or {}))) is not None:
             return ready
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             return self.program(name, batch)
         finally:
-            self.waited += time.monotonic() - began
+            self.waited += time.monotonic() - start
 
     def compile(self, name: str, batch: Mapping[str, Any]) -> None:
         """Compiles scoring, or all programs of a step with the named loss, for micro-batches like `batch`."""
@@ -291,11 +291,11 @@ class Programs:
         Counts intermediate values, and results that reuse no argument's buffer.
         """
         # A copy, because another thread may add a program meanwhile.
-        found = [program.memory_analysis() for program in list(self._compiled.values())]
+        analyses = [program.memory_analysis() for program in list(self._compiled.values())]
         return max(
             (
                 item.temp_size_in_bytes + max(0, item.output_size_in_bytes - item.alias_size_in_bytes)
-                for item in found
+                for item in analyses
                 if item is not None  # some backends do not say
             ),
             default=0,
@@ -318,10 +318,10 @@ class Programs:
 
     def rows(self, shape: tuple[int, int]) -> list[list[int]]:
         """Returns the rows that the devices of each process hold of an array [B, T], by process."""
-        held: list[set[int]] = [set() for _ in range(jax.process_count())]
+        rows_by_process: list[set[int]] = [set() for _ in range(jax.process_count())]
         for device, (rows, *_) in self._where.rows.devices_indices_map(shape).items():
-            held[device.process_index].update(range(*rows.indices(shape[0])))
-        return [sorted(each) for each in held]
+            rows_by_process[device.process_index].update(range(*rows.indices(shape[0])))
+        return [sorted(process_rows) for process_rows in rows_by_process]
 
     def _place(self, name: str) -> jax.sharding.Sharding:
         """Returns the sharding of an array of a micro-batch. Lengths have no tokens that `context` could split."""
@@ -348,11 +348,11 @@ class Programs:
         Each process fills only the shards of its own devices, so all processes must hold the same sums.
         """
         leaves, structure = jax.tree.flatten(accumulator)
-        placed = [
+        sharded_sums = [
             jax.make_array_from_callback(array.shape, leaf.sharding, array.__getitem__)
             for array, leaf in zip(received.arrays, leaves, strict=True)
         ]
-        return self._needed(ADD)(accumulator, jax.tree.unflatten(structure, placed))
+        return self._needed(ADD)(accumulator, jax.tree.unflatten(structure, sharded_sums))
 
     def score(self, params: Any, batch: Batch) -> jax.Array:
         """Returns the reference model's log-probability of each target, float32 [B, T]."""

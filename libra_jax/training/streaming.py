@@ -54,7 +54,7 @@ class Begun:
         parts = [*self._parts, (batch.rest.groups, last)]
         prepared = [part for _, part in parts]
         counts = {name: np.sum([part.described[name] for part in prepared], axis=0) for name in last.described}
-        described = {name: float(kept / max(1, of)) for name, (kept, of) in counts.items()}
+        described = {name: float(count / max(1, total)) for name, (count, total) in counts.items()}
         return Whole(
             packing.joined([part.packed for part in prepared]),
             [group for groups, _ in parts for group in groups],

@@ -122,10 +122,10 @@ def devices(name: str, count: int, grid: tuple[int, int] | None = None) -> Seque
         )
         return list(topologies.get_topology_desc(f"{name}:{grid[0]}x{grid[1]}", platform="tpu").devices)
     # XLA reads a GPU topology as partitions x hosts of a partition x devices of a host.
-    found = topologies.get_topology_desc(
+    topology_description = topologies.get_topology_desc(
         platform=target.platform, target_config=_description(target), topology=f"1x{grid[0]}x{grid[1]}"
     )
-    return list(found.devices)
+    return list(topology_description.devices)
 
 
 def cudnn_version() -> int:
@@ -133,9 +133,9 @@ def cudnn_version() -> int:
 
     It stands in the target's description, which XLA reads, too.
     """
-    found = _CUDNN.search(_description(TARGETS["h100"]))
-    assert found is not None
-    major, minor, patch = map(int, found.groups())
+    match = _CUDNN.search(_description(TARGETS["h100"]))
+    assert match is not None
+    major, minor, patch = map(int, match.groups())
     return 10_000 * major + 100 * minor + patch
 
 
@@ -158,8 +158,8 @@ def answering_for(device: jax.Device) -> Iterator[None]:
     capability, cudnn = _version(device.compute_capability), cudnn_version()
     answers = {
         "check_cudnn_version": lambda: cudnn,
-        "check_compute_capability": lambda least: capability >= _version(least),
-        "is_cuda_compute_capability_equal": lambda wanted: capability == _version(wanted),
+        "check_compute_capability": lambda minimum: capability >= _version(minimum),
+        "is_cuda_compute_capability_equal": lambda version: capability == _version(version),
     }
     places: list[tuple[Any, str, object]] = [(stablehlo, name, answer) for name, answer in answers.items()]
     if capability == (9, 0):

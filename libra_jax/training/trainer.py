@@ -77,52 +77,54 @@ class TrainerActor(trainer_life.TrainerLife):
         """
         self._check_version(batch)
         learner, critic = self.running().learner, self.running().critic
-        begun, again = self._take_begun(batch)
+        summed_groups, again = self._take_begun(batch)
         prepared = self._prepared(batch.rest)
-        own, collection = None, None
+        core_range, collection = None, None
         if shares:
-            own, *ranges = shares_lib.split(prepared.work, shares)
+            core_range, *ranges = shares_lib.split(prepared.work, shares)
             weights = self.running().weights
             # Hybrid workers read parameters from host memory: the config refuses any other transport.
             assert isinstance(weights, weight_snapshot.HostSnapshot | adapter_snapshot.AdapterSnapshot)
             # Without a sync of this version, no hybrid worker can hold its parameters. Of several processes, the first
             # alone has the snapshot; it checks for all.
-            known = self._synced == self._version and jax.process_index() == 0
+            knows_digest = self._synced == self._version and jax.process_index() == 0
             collection = shares_lib.Collection(
                 self._channels,
                 version=self._version,
-                digest=weights.digest(self._version) if known else None,
+                digest=weights.digest(self._version) if knows_digest else None,
                 shares=shares,
                 ranges=ranges,
                 accumulator=learner.layout.accumulator,
             )
-        whole = begun.joined(prepared, batch)
-        if not whole.packed.places and not batch_lib.leaves_out(self._config, whole.groups):
-            raise protocols.LibraError(batch_lib.UNTRAINED.format(len(whole.examples)))
+        full_step = summed_groups.joined(prepared, batch)
+        if not full_step.packed.places and not batch_lib.leaves_out(self._config, full_step.groups):
+            raise protocols.LibraError(batch_lib.UNTRAINED.format(len(full_step.examples)))
         rate = float(self._schedule(self._version))
         if critic is not None and self._version < self._config.critic.warmup_steps:
             metrics = learner.stay()
         else:
-            metrics = learner.train(prepared.packed, rate, prepared.extras, prepared.minibatches, own, collection)
-        if self._config.trainer.share_prompt or whole.packed.split():
+            metrics = learner.train(
+                prepared.packed, rate, prepared.extras, prepared.minibatches, core_range, collection
+            )
+        if self._config.trainer.share_prompt or full_step.packed.split():
             metrics = {name: value for name, value in metrics.items() if not f"/{name}".endswith(updates.OF_ROLLOUTS)}
         if critic is not None:
             # After the policy, whose step may be aborted: an aborted step must leave the critic unchanged, too.
-            found = critic.train(
+            critic_metrics = critic.train(
                 prepared.packed, self._config.critic.learning_rate, prepared.targets, prepared.minibatches
             )
-            metrics |= critic_lib.report(found)
+            metrics |= critic_lib.report(critic_metrics)
             # Asked for while the critic learnt: too late for this step, and no business of the next one.
             learner.abort.clear()
         # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
-        metrics |= batch_advantages.statistics(whole.advantages, whole.examples, whole.groups)
-        metrics |= whole.described
+        metrics |= batch_advantages.statistics(full_step.advantages, full_step.examples, full_step.groups)
+        metrics |= full_step.described
         if collection is not None:
             metrics |= collection.metrics()
             metrics["shares/of"] = float(len(prepared.packed.micro_batches) + again)
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._config.trainer.replica_devices)
-        return self._finish(learner, metrics, whole.packed, self._config.algorithm.epochs)
+        return self._finish(learner, metrics, full_step.packed, self._config.algorithm.epochs)
 
     def rows(self) -> Sequence[Sequence[int]]:
         """Returns the rows of each micro-batch that each process's devices hold. See `protocols.TrainerProcess`."""
@@ -155,8 +157,8 @@ class TrainerActor(trainer_life.TrainerLife):
             self._begun = streaming.Begun()
             if batch.begun:
                 again = self._accumulate(batch.of(batch.begun), in_step=True)
-        begun, self._begun = self._begun, streaming.Begun()
-        return begun, again
+        summed_groups, self._begun = self._begun, streaming.Begun()
+        return summed_groups, again
 
     def _check_version(self, batch: protocols.TrainBatch) -> None:
         if batch.policy_version != self._version:

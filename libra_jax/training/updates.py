@@ -49,13 +49,13 @@ class Update:
 
     def metrics(self) -> dict[str, float]:
         """Returns its metrics. A mean or a maximum over nothing is left out."""
-        found, sums = dict(self.applied), dict(self.sums["metrics"])
+        metrics, sums = dict(self.applied), dict(self.sums["metrics"])
         if (share := objective.effective_share(sums)) is not None:
-            found["ess"] = share
+            metrics["ess"] = share
         sums = {name: pair for name, pair in sums.items() if name not in (objective.WEIGHT, objective.WEIGHT_SQUARED)}
-        found |= {name: total / count for name, (total, count) in sums.items() if count > 0}
+        metrics |= {name: total / count for name, (total, count) in sums.items() if count > 0}
         # All maxima are of positive numbers, so 0 means that there was nothing to compare.
-        return found | {name: value for name, value in self.sums["maxima"].items() if value != 0}
+        return metrics | {name: value for name, value in self.sums["maxima"].items() if value != 0}
 
 
 def is_finite(metrics: Mapping[str, float]) -> bool:
@@ -78,25 +78,25 @@ def combined(parts: Sequence[step.Report]) -> step.Report:
     return {"metrics": metrics, "maxima": maxima}
 
 
-def step_metrics(taken: Sequence[Update], *, keeps_first: bool) -> dict[str, float]:
+def step_metrics(updates: Sequence[Update], *, keeps_first: bool) -> dict[str, float]:
     """Returns the metrics of a step's updates together, and with several updates also some of each.
 
     Args:
-      taken: the updates in order.
+      updates: the updates in order.
       keeps_first: all updates compare the engine with the policy of before the first; else only the first does.
     """
-    sums = [update.sums for update in taken]
+    sums = [update.sums for update in updates]
     if not keeps_first:
         for later in sums[1:]:
             for part in later.values():
                 for name in [name for name in part if name.startswith(OF_THE_BATCH)]:
                     del part[name]
     # An update without a trained token has no loss, which a mean over it would make smaller.
-    counted = [update for update in taken if not update.is_empty] or taken
-    applied = {name: float(np.mean([update.applied[name] for update in counted])) for name in taken[0].applied}
-    applied["skipped"] = float(np.mean([update.applied["skipped"] for update in taken]))
+    counted = [update for update in updates if not update.is_empty] or updates
+    applied = {name: float(np.mean([update.applied[name] for update in counted])) for name in updates[0].applied}
+    applied["skipped"] = float(np.mean([update.applied["skipped"] for update in updates]))
     metrics = Update(applied, combined(sums)).metrics()
-    for number, update in enumerate(taken if len(taken) > 1 else (), 1):
-        found = update.metrics()
-        metrics |= {f"update/{number}/{name}": found[name] for name in OF_AN_UPDATE if name in found}
+    for number, update in enumerate(updates if len(updates) > 1 else (), 1):
+        update_metrics = update.metrics()
+        metrics |= {f"update/{number}/{name}": update_metrics[name] for name in OF_AN_UPDATE if name in update_metrics}
     return metrics
