@@ -120,8 +120,8 @@ class TrainerProcesses:
             # A later call then raises WorkerLost at once, and does not wait for a killed process.
             self._actors = ()
         # Every process has to end before the first error is raised.
-        ended = await asyncio.gather(*(end(spec.name) for spec in self._specs), return_exceptions=True)
-        for error in ended:
+        results = await asyncio.gather(*(end(spec.name) for spec in self._specs), return_exceptions=True)
+        for error in results:
             if error is not None:
                 raise error
 
@@ -136,10 +136,11 @@ class TrainerProcesses:
         """
         # `first` raises WorkerLost if there is no process.
         actors = (self.first, *self._actors[1:])
-        given = await self._arguments(args)
+        args_by_process = await self._arguments(args)
         # After an error the other processes may hang in a collective, so their calls are abandoned below.
         calls = [
-            asyncio.ensure_future(actor.call(method, *own, **kwargs)) for actor, own in zip(actors, given, strict=True)
+            asyncio.ensure_future(actor.call(method, *process_args, **kwargs))
+            for actor, process_args in zip(actors, args_by_process, strict=True)
         ]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
@@ -152,9 +153,9 @@ class TrainerProcesses:
 
     async def _arguments(self, args: tuple[Any, ...]) -> Sequence[tuple[Any, ...]]:
         """Returns the arguments of a call for each process: parts of a batch in place of the batch."""
-        given = [args] * self.count
+        args_by_process = [args] * self.count
         if self._divide is None or self.count == 1:
-            return given
+            return args_by_process
         for place, batch in enumerate(args):
             if not isinstance(batch, protocols.TrainBatch):
                 continue
@@ -162,8 +163,11 @@ class TrainerProcesses:
             rows = await self.first.call(TrainerProcess.rows)
             parts = await asyncio.to_thread(self._divide, batch, rows)
             if parts is not None:
-                given = [(*own[:place], part, *own[place + 1 :]) for own, part in zip(given, parts, strict=True)]
-        return given
+                args_by_process = [
+                    (*process_args[:place], part, *process_args[place + 1 :])
+                    for process_args, part in zip(args_by_process, parts, strict=True)
+                ]
+        return args_by_process
 
 
 class TrainerClient:
@@ -336,14 +340,14 @@ async def _verdict(calls: Sequence[asyncio.Future[Any]]) -> BaseException | None
     loop = asyncio.get_running_loop()
     deadline = loop.time() + VERDICT_SECONDS
     while True:
-        ended = [call for call in calls if call.done() and not call.cancelled()]
-        errors = [error for call in ended if (error := call.exception()) is not None]
+        done_calls = [call for call in calls if call.done() and not call.cancelled()]
+        errors = [error for call in done_calls if (error := call.exception()) is not None]
         if not errors:
             return None
         lost = [error for error in errors if isinstance(error, protocols.WorkerLost)]
         # A peer only noticed the loss; the error of the lost process itself says what happened, but may come later.
         named = [error for error in lost if not isinstance(error, protocols.PeerLost)]
-        running, left = {call for call in calls if not call.done()}, deadline - loop.time()
-        if named or not running or left <= 0:
+        running, timeout = {call for call in calls if not call.done()}, deadline - loop.time()
+        if named or not running or timeout <= 0:
             return (named or lost or errors)[0]
-        await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -116,10 +116,10 @@ def successors(
     numbers, name = itertools.count(1), serving.name
 
     def successor(sizes: protocols.MeshSizes, processes: int) -> Handover:
-        made = client.TrainerProcesses(
+        trainer_processes = client.TrainerProcesses(
             run.cluster, make_trainer(sizes), count=processes, name=f"{name}-{next(numbers)}", divide=divide
         )
-        next_trainer = client.TrainerClient(made, run.config.deadlines)
+        next_trainer = client.TrainerClient(trainer_processes, run.config.deadlines)
         return Handover(run.config.deadlines, serving=serving, successor=next_trainer, sizes=sizes, workdir=run.workdir)
 
     return successor
@@ -221,7 +221,7 @@ class Handover:
         # These phases need the trainer's lock, or end many steps behind.
         if self.phase in ("starting", "compiling", "saving"):
             raise protocols.DeadlineMissed(f"The trainer {name} is still {self.phase}: it cannot take over yet.")
-        began = loop.time()
+        start = loop.time()
 
         async def caught_up(task: asyncio.Task[None]) -> None:
             # The task ends only if the move has failed.
@@ -236,15 +236,15 @@ class Handover:
             raise protocols.LibraError(self.error)
         try:
             # The last check before the point of no return: a wrong version would train the run from another state.
-            held = await self._successor.policy_version()
-            if held != step:
-                raise protocols.LibraError(f"it holds version {held} and the run is at {step}")
+            version = await self._successor.policy_version()
+            if version != step:
+                raise protocols.LibraError(f"it holds version {version} and the run is at {step}")
         except protocols.LibraError as error:
             await self._stop_task()
             await self._fail(error)
             raise protocols.LibraError(self.error) from error
         await self._stop_task()
-        self._stall += loop.time() - began
+        self._stall += loop.time() - start
         self._former = self._serving.adopt(self._successor)
         self.phase = ""
         assert self._snapshot is not None
@@ -270,10 +270,10 @@ class Handover:
         if self.phase in ("", "failed"):
             return
         await self._stop_task()
-        left = await self._clean()
+        leftovers = await self._clean()
         self.phase = ""
-        if left:
-            raise protocols.LibraError(left)
+        if leftovers:
+            raise protocols.LibraError(leftovers)
 
     # Work beside training ----------------------------------------------------------------------------------------
 
@@ -359,27 +359,27 @@ class Handover:
     async def _between_steps(self) -> AsyncIterator[None]:
         """Holds the trainer's lock, and counts the time in the block as a stall of training."""
         async with self._serving.lock:
-            began = asyncio.get_running_loop().time()
+            start = asyncio.get_running_loop().time()
             try:
                 yield
             finally:
-                self._stall += asyncio.get_running_loop().time() - began
+                self._stall += asyncio.get_running_loop().time() - start
 
     # Ends --------------------------------------------------------------------------------------------------------
 
     async def _fail(self, error: protocols.LibraError) -> None:
-        left = await self._clean()
-        why = "; ".join(filter(None, (str(error).rstrip("."), left.rstrip("."))))
+        leftovers = await self._clean()
+        why = "; ".join(filter(None, (str(error).rstrip("."), leftovers.rstrip("."))))
         self.error = f"The move of the trainer to a mesh of {self._sizes} failed, and it stays where it is: {why}."
         self._enter("failed")
 
     async def _clean(self) -> str:
         """Ends the successor and removes the snapshot. Returns what did not end cleanly, as text."""
-        left = []
+        leftovers = []
         try:
             await self._successor.stop()
         except protocols.LibraError as error:
-            left.append(str(error))
+            leftovers.append(str(error))
         if self._writing:
             writing = self._told_saved()
             # The snapshot is discarded, so a failed write does not matter.
@@ -389,8 +389,8 @@ class Handover:
         try:
             await self._remove()
         except protocols.LibraError as error:
-            left.append(str(error))
-        return " ".join(left)
+            leftovers.append(str(error))
+        return " ".join(leftovers)
 
     async def _stop_task(self) -> None:
         assert self._task is not None
@@ -409,8 +409,8 @@ class Handover:
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        start = loop.time()
         try:
             yield
         finally:
-            self._seconds[phase] += loop.time() - began
+            self._seconds[phase] += loop.time() - start

@@ -89,7 +89,7 @@ class Recovery:
         weights: Weights,
         resizing: resize.Resizing,
     ) -> None:
-        self._most = run.config.trainer.restarts
+        self._max_restarts = run.config.trainer.restarts
         self._look_seconds = run.config.rollout.health_seconds
         self._longest_move = run.config.deadlines.trainer_start
         self._why_not = _why_not(run.config)
@@ -105,13 +105,13 @@ class Recovery:
         self._name = trainer.name
         # Batches since the last checkpoint: of the warm start by number of steps before, and of training.
         self._warm: list[tuple[int, Sequence[protocols.Trajectory]]] = []
-        most = KEPT * run.config.checkpoint.every or None
-        self._steps: collections.deque[protocols.TrainBatch] = collections.deque(maxlen=most)
+        max_batches = KEPT * run.config.checkpoint.every or None
+        self._steps: collections.deque[protocols.TrainBatch] = collections.deque(maxlen=max_batches)
         self._task: asyncio.Task[None] | None = None
         self._restarts = self._reported = self._replayed = 0
         self._phases: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._seconds = 0.0
-        self._began: float | None = None
+        self._restart_start: float | None = None
         run.events.subscribe(protocols.CheckpointCommitted, self._committed)
 
     @property
@@ -123,7 +123,7 @@ class Recovery:
     def seconds(self) -> float:
         """Seconds in which training stood still in total, including a restart under way."""
         # A restart may outlast several reports, so its time so far counts, too.
-        under_way = 0.0 if self._began is None else self._clock() - self._began
+        under_way = 0.0 if self._restart_start is None else self._clock() - self._restart_start
         return self._seconds + under_way
 
     def watch(self) -> None:
@@ -200,14 +200,14 @@ class Recovery:
     async def _restart(self, error: protocols.LibraError) -> None:
         async with self._trainer.lock:
             # Under the lock, so that no other call reaches the trainer before it has caught up.
-            self._began = began = self._clock()
+            self._restart_start = start = self._clock()
             self._recorder.status(self._name, protocols.LOST)
             while True:
                 await self._check(error)
                 self._restarts += 1
                 self._recorder.note(
-                    f"The trainer is lost and restarted (restart {self._restarts} of {self._most}), while rollouts go "
-                    f"on: {error}"
+                    f"The trainer is lost and restarted (restart {self._restarts} of {self._max_restarts}), while "
+                    f"rollouts go on: {error}"
                 )
                 self._phases.clear()
                 try:
@@ -216,15 +216,15 @@ class Recovery:
                 except (protocols.WorkerLost, protocols.DeadlineMissed) as another:
                     error = another
             end = self._clock()
-            self._seconds, self._began = self._seconds + end - began, None
+            self._seconds, self._restart_start = self._seconds + end - start, None
             self._replayed += again
             took = {"checkpoint": step, "replayed": again, **self._phases}
-            self._recorder.span(self._name, "restart", began, end, took)
+            self._recorder.span(self._name, "restart", start, end, took)
             self._recorder.status(self._name, "idle")
             whence = f"the checkpoint at step {step}" if step >= 0 else "the state that the run began with"
             phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._phases.items())
             self._recorder.note(
-                f"The trainer goes on, {end - began:.1f} s after its loss was seen ({phases}): it began with {whence} "
+                f"The trainer goes on, {end - start:.1f} s after its loss was seen ({phases}): it began with {whence} "
                 f"and trained {again} steps again."
             )
 
@@ -247,10 +247,10 @@ class Recovery:
                 f"the groups of the last {len(self._steps)} alone are kept ({KEPT} times config.checkpoint.every). The "
                 f"same command {goes_on}."
             )
-        if self._restarts >= self._most:
+        if self._restarts >= self._max_restarts:
             raise protocols.WorkerLost(
-                f"The trainer was lost once more than config.trainer.restarts = {self._most} allows, the last time: "
-                f"{lost}. The same command {goes_on}."
+                f"The trainer was lost once more than config.trainer.restarts = {self._max_restarts} allows, the last "
+                f"time: {lost}. The same command {goes_on}."
             )
         # A superseded run must not restart a trainer: the workdir and its checkpoints belong to its successor.
         if self._fencing is not None and not self._fencing.may_write():
@@ -259,9 +259,9 @@ class Recovery:
     async def _restart_once(self) -> tuple[int, int]:
         """Restarts the trainer. Returns the checkpoint's step (-1 for none) and the number of repeated steps."""
         with self._timed("end"):
-            taken = self._steps[-1].policy_version + 1 if self._steps else max(self._checkpoints.newest, 0)
+            completed_steps = self._steps[-1].policy_version + 1 if self._steps else max(self._checkpoints.newest, 0)
             # In this order: nothing may use the lost processes' channels, memory or files once they are killed.
-            await self._resizing.trainer_lost(taken)
+            await self._resizing.trainer_lost(completed_steps)
             await self._events.deliver(protocols.TrainerReplaced(lost=True))
             self._checkpoints.lost()
             try:
@@ -298,9 +298,9 @@ class Recovery:
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        began = self._clock()
+        start = self._clock()
         yield
-        self._phases[phase] += self._clock() - began
+        self._phases[phase] += self._clock() - start
 
 
 def _why_not(config: configuration.RunConfig) -> str:

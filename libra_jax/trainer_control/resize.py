@@ -70,7 +70,7 @@ class Resize:
         self.done: asyncio.Future[handover.Taken] = loop.create_future()
         for future in (self.compiled, self.done):
             # Retrieves the error, or asyncio warns if nobody awaits the handle.
-            future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            future.add_done_callback(lambda handle: handle.cancelled() or handle.exception())
 
     @property
     def overdue(self) -> bool:
@@ -245,18 +245,18 @@ class Resizing:
             return
         if way is None:
             return
-        began = self._clock()
+        start = self._clock()
         if way.outside:
             # A failure here would also occur without a resize, so it is not caught.
             await self._checkpoint.commit_held()
-            resize.stalls["leave"] += self._clock() - began
-            began = self._clock()
+            resize.stalls["leave"] += self._clock() - start
+            start = self._clock()
         try:
             await self._take_over(resize, way, step)
         except protocols.WorkerLost:
             raise
         except protocols.LibraError as error:
-            resize.stalls["late"] += self._clock() - began
+            resize.stalls["late"] += self._clock() - start
             if isinstance(error, protocols.DeadlineMissed) and not resize.overdue:
                 self._recorder.note(
                     f"The trainer's mesh is not {resize.sizes} yet, and is to become that after a later step: {error}"
@@ -305,24 +305,24 @@ class Resizing:
     async def _take_over(self, resize: Resize, way: handover.Way, step: int) -> None:
         """Lets the new mesh train from now on, ends the former processes beside the run, and records the move."""
         self._recorder.status(TRAINER, f"moving to {resize.sizes}")
-        taken = (await way.take_over(step)).with_stalls(**resize.stalls)
+        takeover = (await way.take_over(step)).with_stalls(**resize.stalls)
         before, self.sizes, self._resize = self.sizes, resize.sizes, None
         await self._events.deliver(protocols.TrainerResized(resize.sizes))
         if way.outside:
-            began = self._clock()
+            start = self._clock()
             await self._events.deliver(protocols.TrainerReplaced(lost=False))
-            taken = taken.with_stalls(settle=self._clock() - began)
+            takeover = takeover.with_stalls(settle=self._clock() - start)
             self._end_beside(way.end_former(), "The trainer's former processes")
             # The successor was made for this mesh only; a single process also holds spare devices.
             self._reach = resize.sizes.devices + (self._spare if resize.processes == 1 else 0)
             self._each = max(self._each, resize.sizes.devices // resize.processes)
-        self._record(resize, before, step, taken, "done", "")
-        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in taken.phases.items())
+        self._record(resize, before, step, takeover, "done", "")
+        phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in takeover.phases.items())
         self._recorder.note(
-            f"The trainer's mesh is {resize.sizes} now, {before} before: {taken.nbytes / 2**20:.1f} MiB moved, "
-            f"training stood still for {taken.stall:.2f} s ({phases})."
+            f"The trainer's mesh is {resize.sizes} now, {before} before: {takeover.nbytes / 2**20:.1f} MiB moved, "
+            f"training stood still for {takeover.stall:.2f} s ({phases})."
         )
-        resize.done.set_result(taken)
+        resize.done.set_result(takeover)
 
     async def _abort(self, resize: Resize, error: protocols.LibraError, step: int) -> None:
         """Ends a resize that cannot go on. The mesh stays as it is, and the handle says why."""
@@ -339,8 +339,8 @@ class Resizing:
             except protocols.LibraError as second:
                 error = protocols.LibraError(f"{error} Nor could it be cancelled: {second}")
         outcome = "cancelled" if resize.cancelled else "failed"
-        taken = handover.Taken({}, 0.0, 0).with_stalls(**resize.stalls)
-        self._record(resize, self.sizes, step, taken, outcome, str(error))
+        takeover = handover.Taken({}, 0.0, 0).with_stalls(**resize.stalls)
+        self._record(resize, self.sizes, step, takeover, outcome, str(error))
         self._recorder.note(f"The trainer stays on its mesh of {self.sizes}: {error}")
         resize.fail(error)
 
@@ -385,7 +385,7 @@ class Resizing:
         resize: Resize,
         before: protocols.MeshSizes,
         step: int,
-        taken: handover.Taken,
+        takeover: handover.Taken,
         outcome: str,
         why: str,
     ) -> None:
@@ -402,10 +402,10 @@ class Resizing:
                 "step": step,
                 "outcome": outcome,
                 "why": why,
-                "phases": dict(taken.phases),
-                "bytes": taken.nbytes,
+                "phases": dict(takeover.phases),
+                "bytes": takeover.nbytes,
                 "estimate": dataclasses.asdict(resize.estimate),
-                "stall": {"training": taken.stall, "rollout": 0.0},
+                "stall": {"training": takeover.stall, "rollout": 0.0},
             }
         )
-        self._recorder.span(TRAINER, f"resize to {resize.sizes}", start, end, {"outcome": outcome, **taken.phases})
+        self._recorder.span(TRAINER, f"resize to {resize.sizes}", start, end, {"outcome": outcome, **takeover.phases})
