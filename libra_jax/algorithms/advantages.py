@@ -414,8 +414,8 @@ def gae(
         delta_N = reward_N + discount_N * next_value_N - value_N
         advantage_N = delta_N + discount_N * trace_decay * next_advantage_N
         # An untrained token passes the later values on unchanged, as if the trained tokens were adjacent.
-        kept = jnp.where(trained_N, value_N, next_value_N), jnp.where(trained_N, advantage_N, next_advantage_N)
-        return (*kept, ~trained_N, open_N & ~trained_N), jnp.where(trained_N, advantage_N, 0.0)
+        carry = jnp.where(trained_N, value_N, next_value_N), jnp.where(trained_N, advantage_N, next_advantage_N)
+        return (*carry, ~trained_N, open_N & ~trained_N), jnp.where(trained_N, advantage_N, 0.0)
 
     trained_NxT = mask_NxT != 0
     xs = (rewards_NxT.T, values_NxT.T, trained_NxT.T)

@@ -81,14 +81,14 @@ def find(config: config_lib.AlgorithmConfig) -> Relative | None:
         return functools.partial(function, **arguments)
 
     def relative(inputs: advantages.AdvantageInputs) -> jax.Array:
-        found = checks.floats(function(inputs=inputs, **arguments), "the baseline")
-        if found.shape != inputs.rewards_N.shape:
+        baseline_N = checks.floats(function(inputs=inputs, **arguments), "the baseline")
+        if baseline_N.shape != inputs.rewards_N.shape:
             raise protocols.ConfigError(
                 f"config.{field}: {name} must return one number a trajectory, [N] = {list(inputs.rewards_N.shape)}, "
-                f"not an array of shape {list(found.shape)}"
+                f"not an array of shape {list(baseline_N.shape)}"
             )
         _, size_N, _ = advantages.centred(inputs.rewards_N, inputs.groups_N)
-        difference_N = inputs.rewards_N - found
+        difference_N = inputs.rewards_N - baseline_N
         # A mean that the function computed has rounding errors, and whitening would blow them up.
         rounds_N = jnp.abs(difference_N) <= protocols.REWARD_ROUNDING * jnp.abs(inputs.rewards_N)
         return jnp.where(size_N > 1, jnp.where(rounds_N, 0.0, difference_N), inputs.rewards_N)

@@ -179,15 +179,15 @@ def find(config: config_lib.AlgorithmConfig) -> Callable[[BatchTokens, np.random
     Raises:
       ConfigError: the statistics do not take `algorithm.loss_arguments`.
     """
-    known: dict[str, Callable[..., Statistics]] = {"bapo": bapo, "clip_cov": clip_cov, "kl_cov": kl_cov}
-    function = known.get(config.loss)
+    functions: dict[str, Callable[..., Statistics]] = {"bapo": bapo, "clip_cov": clip_cov, "kl_cov": kl_cov}
+    function = functions.get(config.loss)
     if function is None:
         return None
-    taken = {
+    arguments = {
         name: value for name, value in config.loss_arguments.items() if name not in OF_THE_LOSS.get(config.loss, ())
     }
     bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     resolving.check_arguments(
-        function, config.loss, {"tokens": None, "rng": None, **bounds, **taken}, "algorithm.loss_arguments"
+        function, config.loss, {"tokens": None, "rng": None, **bounds, **arguments}, "algorithm.loss_arguments"
     )
-    return functools.partial(function, **bounds, **taken)
+    return functools.partial(function, **bounds, **arguments)

@@ -17,11 +17,13 @@ def same_shape(**arrays: jax.Array | None) -> None:
     Raises:
       protocols.LibraError: names the two arrays and their shapes.
     """
-    given = [(name, jnp.shape(array)) for name, array in arrays.items() if array is not None]
-    first, shape = given[0]
-    for name, other in given[1:]:
-        if other != shape:
-            raise protocols.LibraError(f"{name} has shape {other}, but {first} has {shape}: the two must be equal")
+    shapes = [(name, jnp.shape(array)) for name, array in arrays.items() if array is not None]
+    first, shape = shapes[0]
+    for name, other_shape in shapes[1:]:
+        if other_shape != shape:
+            raise protocols.LibraError(
+                f"{name} has shape {other_shape}, but {first} has {shape}: the two must be equal"
+            )
 
 
 def rank(expected: int, **arrays: jax.Array) -> None:

@@ -56,8 +56,8 @@ def check_loss(config: config_lib.AlgorithmConfig) -> None:
         def total(log_probs_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
             # The ratio moves with the log-probabilities, as in the objective.
             moved_BxT = inputs.log_ratio_BxT + log_probs_BxT - jax.lax.stop_gradient(log_probs_BxT)
-            found = function(inputs._replace(log_probs_BxT=log_probs_BxT, log_ratio_BxT=moved_BxT))
-            loss_BxT = jnp.where(inputs.mask_BxT, found.loss_BxT, 0.0)
+            token_loss = function(inputs._replace(log_probs_BxT=log_probs_BxT, log_ratio_BxT=moved_BxT))
+            loss_BxT = jnp.where(inputs.mask_BxT, token_loss.loss_BxT, 0.0)
             return jnp.sum(loss_BxT), loss_BxT
 
         run = jax.jit(jax.value_and_grad(total, has_aux=True))
@@ -178,5 +178,7 @@ def _hold(condition: bool, field: str, name: str, sentence: str) -> None:
     config_lib.check(bool(condition), field, f"{name} breaks the contract: it {sentence}")
 
 
-def _equal(found: np.ndarray, wanted: np.ndarray) -> bool:
-    return bool(np.allclose(found, wanted, rtol=0.0, atol=TOLERANCE * max(1.0, float(np.abs(wanted).max(initial=0.0)))))
+def _equal(actual: np.ndarray, expected: np.ndarray) -> bool:
+    return bool(
+        np.allclose(actual, expected, rtol=0.0, atol=TOLERANCE * max(1.0, float(np.abs(expected).max(initial=0.0))))
+    )

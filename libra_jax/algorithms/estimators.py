@@ -109,8 +109,8 @@ def value_targets(
     discounted, either.
     """
     inputs = _inputs(config, rewards_N, np.arange(len(rewards_N)), mask_NxT, kl_NxT, values_NxT)
-    taken = {"gae": ("discount", "turn_discount", "trace_decay"), "egae": ("discount", "turn_discount")}
-    arguments = {n: v for n, v in config.advantage_arguments.items() if n in taken.get(config.advantage, ())}
+    argument_names = {"gae": ("discount", "turn_discount", "trace_decay"), "egae": ("discount", "turn_discount")}
+    arguments = {n: v for n, v in config.advantage_arguments.items() if n in argument_names.get(config.advantage, ())}
     assert inputs.values_NxT is not None
     _, returns_NxT = advantages.gae(inputs.token_rewards_NxT, inputs.values_NxT, inputs.mask_NxT, **arguments)
     return np.asarray(returns_NxT)[:, : np.shape(mask_NxT)[1]]
@@ -255,13 +255,13 @@ def _found(
     def estimate(inputs: advantages.AdvantageInputs) -> jax.Array:
         if relative is not None:
             inputs = inputs._replace(relative_N=relative(inputs))
-        found = checks.floats(function(inputs=inputs, **arguments), "the advantages")
+        result = checks.floats(function(inputs=inputs, **arguments), "the advantages")
         count, tokens = inputs.mask_NxT.shape
-        if found.shape not in ((count,), (count, tokens)):
+        if result.shape not in ((count,), (count, tokens)):
             raise protocols.ConfigError(
                 f"config.algorithm.advantage: {name} must return one advantage a trajectory, [N] = [{count}], or a "
-                f"token, [N, T] = [{count}, {tokens}], not an array of shape {list(found.shape)}"
+                f"token, [N, T] = [{count}, {tokens}], not an array of shape {list(result.shape)}"
             )
-        return jnp.where(inputs.mask_NxT, found if found.ndim == 2 else found[:, None], 0.0)
+        return jnp.where(inputs.mask_NxT, result if result.ndim == 2 else result[:, None], 0.0)
 
     return jax.jit(estimate)

@@ -334,9 +334,9 @@ def clip_cov(inputs: LossInputs) -> TokenLoss:
     References:
       Cui et al., arXiv 2505.22617, eq. 12.
     """
-    found, dropped_BxT = _clipped(inputs), inputs.statistics["dropped"] > 0
-    loss_BxT = jnp.where(dropped_BxT, 0.0, found.loss_BxT)
-    return found._replace(loss_BxT=loss_BxT, high_BxT=found.high_BxT | dropped_BxT)
+    token_loss, dropped_BxT = _clipped(inputs), inputs.statistics["dropped"] > 0
+    loss_BxT = jnp.where(dropped_BxT, 0.0, token_loss.loss_BxT)
+    return token_loss._replace(loss_BxT=loss_BxT, high_BxT=token_loss.high_BxT | dropped_BxT)
 
 
 def kl_cov(inputs: LossInputs, *, coefficient: float = 1.0) -> TokenLoss:
@@ -399,25 +399,25 @@ def find(config: config_lib.AlgorithmConfig) -> Callable[[LossInputs], TokenLoss
     Raises:
       ConfigError: there is no such function, or it does not take `loss_arguments`.
     """
-    own, field = ":" in config.loss, "algorithm.loss_arguments"
-    function = resolving.resolve(config.loss, "algorithm.loss") if own else _BUILT_IN[config.loss]
+    is_custom, field = ":" in config.loss, "algorithm.loss_arguments"
+    function = resolving.resolve(config.loss, "algorithm.loss") if is_custom else _BUILT_IN[config.loss]
     arguments = dict(config.loss_arguments)
     if batch_statistics.find(config) is not None:
         # All other arguments are those of the statistics, which `find` has checked.
-        taken = batch_statistics.OF_THE_LOSS.get(config.loss, ())
-        arguments = {name: value for name, value in arguments.items() if name in taken}
+        allowed_names = batch_statistics.OF_THE_LOSS.get(config.loss, ())
+        arguments = {name: value for name, value in arguments.items() if name in allowed_names}
     resolving.check_arguments(function, config.loss, {"inputs": None, **arguments}, field)
 
     def loss(inputs: LossInputs) -> TokenLoss:
-        found = function(inputs=inputs, **arguments)
-        if isinstance(found, TokenLoss):
-            return found
-        if jnp.shape(found) != inputs.mask_BxT.shape:
+        result = function(inputs=inputs, **arguments)
+        if isinstance(result, TokenLoss):
+            return result
+        if jnp.shape(result) != inputs.mask_BxT.shape:
             raise protocols.ConfigError(
                 f"config.algorithm.loss: {config.loss} must return the loss of each token, [B, T] = "
-                f"{inputs.mask_BxT.shape}, not an array of shape {jnp.shape(found)}"
+                f"{inputs.mask_BxT.shape}, not an array of shape {jnp.shape(result)}"
             )
-        loss_BxT = checks.floats(found, "the loss of each token")
+        loss_BxT = checks.floats(result, "the loss of each token")
         return _unclipped(loss_BxT, corrections.bounded_ratio(inputs.log_ratio_BxT))
 
     return loss

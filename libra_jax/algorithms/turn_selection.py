@@ -27,8 +27,8 @@ def highest_entropy(
       share: share of the turns that stay, in (0, 1].
 
     Example:
-      >>> kept = highest_entropy([np.array([0.0, -0.1, 0.0, -2.0])], [np.array([False, True, False, True])], [0], 0.5)
-      >>> kept[0].tolist()
+      >>> masks = highest_entropy([np.array([0.0, -0.1, 0.0, -2.0])], [np.array([False, True, False, True])], [0], 0.5)
+      >>> masks[0].tolist()
       [False, False, False, True]
     """
     # Entropy, trajectory, first token and end of each turn, by group.
@@ -39,10 +39,10 @@ def highest_entropy(
             # In float64, so that the order does not depend on how a float32 sum is split.
             surprise = -float(np.mean(log_probs_N[start:end], dtype=np.float64))
             turns.setdefault(group, []).append((surprise, index, start, end))
-    kept = [np.zeros_like(mask_N) for mask_N in masks]
-    for found in turns.values():
+    selected_masks = [np.zeros_like(mask_N) for mask_N in masks]
+    for group_turns in turns.values():
         # The small number undoes rounding: 0.8 x 5 turns are 4 turns.
-        count = math.ceil(share * len(found) - 1e-9)
-        for _, index, start, end in sorted(found, key=lambda turn: -turn[0])[:count]:
-            kept[index][start:end] = True
-    return kept
+        count = math.ceil(share * len(group_turns) - 1e-9)
+        for _, index, start, end in sorted(group_turns, key=lambda turn: -turn[0])[:count]:
+            selected_masks[index][start:end] = True
+    return selected_masks
