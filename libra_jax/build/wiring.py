@@ -275,7 +275,7 @@ async def _surroundings(
         shutdown_seconds=limits.shutdown,
         layout=hosts.layout(config),
         platform=config.trainer.platform,
-        told=functools.partial(placement.record, workdir, recorder.note, guard),
+        on_hosts=functools.partial(placement.record, workdir, recorder.note, guard),
     )
     rewards = contextlib.AsyncExitStack()
     try:

@@ -54,17 +54,17 @@ def resolve(spec: ActorSpec) -> Callable[..., Any]:
     if not module_name or not attribute:
         raise ConfigError(f'{where} must have the form "package.module:callable"')
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(f"{where}: module {module_name!r} cannot be imported ({summary(error)})") from error
     # A dot names an attribute of a class, such as an alternative constructor.
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise ConfigError(f"{where}: module {module_name!r} has no {attribute!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{where} is a {type(found).__name__}, not something that can be called")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise ConfigError(f"{where} is a {type(target).__name__}, not something that can be called")
+    return target
 
 
 def methods_of(actor: Any) -> dict[str, MethodKind]:
@@ -94,11 +94,11 @@ def made_on_loop(factory: Callable[..., Any]) -> bool:
     """
     if inspect.iscoroutinefunction(factory):
         return True
-    made = factory if inspect.isclass(factory) else _returned(factory)
+    actor_type = factory if inspect.isclass(factory) else _returned(factory)
     # A protocol's methods are async for every implementation, so they tell nothing about the actor that is made.
-    if not inspect.isclass(made) or getattr(made, "_is_protocol", False):
+    if not inspect.isclass(actor_type) or getattr(actor_type, "_is_protocol", False):
         return False
-    return any(kind != "sync" for kind in methods_of(made).values())
+    return any(kind != "sync" for kind in methods_of(actor_type).values())
 
 
 def _returned(function: Callable[..., Any]) -> Any:
@@ -248,8 +248,8 @@ class ActorHost:
         try:
             with self._running(what):
                 if made_on_loop(factory):
-                    made = function()
-                    self._actor = await made if inspect.isawaitable(made) else made
+                    actor = function()
+                    self._actor = await actor if inspect.isawaitable(actor) else actor
                 else:
                     self._actor = await self._on_thread(what, function)
         except BaseException:
@@ -416,24 +416,24 @@ class Handle:
           WorkerLost: the actor is gone.
           LibraError: the method failed.
         """
-        return cast(T, await self._call(self._known(method), *args, **kwargs))
+        return cast(T, await self._call(self._method_name(method), *args, **kwargs))
 
     def stream(
         self, method: Callable[Concatenate[Any, P], AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> AsyncGenerator[T, None]:
         """Yields the items of a stream method. Raises the same errors as `call`."""
-        return cast(AsyncGenerator[T, None], self._stream(self._known(method), *args, **kwargs))
+        return cast(AsyncGenerator[T, None], self._stream(self._method_name(method), *args, **kwargs))
 
-    def _known(self, method: Callable[..., Any]) -> str:
+    def _method_name(self, method: Callable[..., Any]) -> str:
         # By name: a protocol's function stands for the method of the actor, which need not be its subclass.
         if method.__name__ not in self._kinds:
             raise AttributeError(f"actor {self.name!r} has no public method {method.__name__!r}")
         return method.__name__
 
 
-def check_name_free(name: str, taken: Collection[str]) -> None:
+def check_name_free(name: str, names: Collection[str]) -> None:
     """Raises LibraError if an actor of that name lives."""
-    if name in taken:
+    if name in names:
         raise LibraError(f"actor {name!r} exists already; stop it before another takes its name")
 
 

@@ -20,7 +20,7 @@ def create(
     shutdown_seconds: float = 60.0,
     layout: hosts.Layout | None = None,
     platform: str = "cpu",
-    told: Callable[[granted.Granted], None] | None = None,
+    on_hosts: Callable[[granted.Granted], None] | None = None,
 ) -> Cluster:
     """Makes the cluster. The first `spawn` starts or joins Ray itself.
 
@@ -30,7 +30,7 @@ def create(
       shutdown_seconds: seconds for an actor to stop.
       layout: layout of the run over hosts; None: Ray places each actor on any node with room.
       platform: platform of the hosts' accelerators, as in `trainer.platform`.
-      told: called with the granted hosts, and again whenever a host is replaced.
+      on_hosts: called with the granted hosts, and again whenever a host is replaced.
 
     Raises:
       ConfigError: the config requests Ray, and it is not installed.
@@ -44,7 +44,7 @@ def create(
     placement = None
     if layout is not None:
         resource = RESOURCES.get(platform, "CPU")
-        placement = ray_placement.Placement(layout, resource=resource, seconds=start_seconds, told=told)
+        placement = ray_placement.Placement(layout, resource=resource, seconds=start_seconds, on_hosts=on_hosts)
     return ray_cluster.RayCluster(
         config.address, start_seconds=start_seconds, shutdown_seconds=shutdown_seconds, placement=placement
     )

@@ -77,7 +77,7 @@ class EmulatedHosts:
         self._accelerators = accelerators
         self._gpus = accelerators if gpus else 0
         self._seconds = seconds
-        self._own = environment or {}
+        self._host_variables = environment or {}
         self._roles = roles or {}
         self._folder = Path()
         self._hosts: dict[int, subprocess.Popen[bytes]] = {}
@@ -139,12 +139,12 @@ class EmulatedHosts:
         """Ends a host as a power cut does: all of its processes at once, by SIGKILL."""
         host = self._hosts.pop(number)
         with contextlib.suppress(psutil.NoSuchProcess):
-            whole = psutil.Process(host.pid)
-            processes = [whole, *whole.children(recursive=True)]
+            leader = psutil.Process(host.pid)
+            processes = [leader, *leader.children(recursive=True)]
             for process in processes:  # suspended first, so that none sees another's end and cleans up
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.suspend()
-            for process in processes + whole.children(recursive=True):
+            for process in processes + leader.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         host.wait()
@@ -184,7 +184,7 @@ class EmulatedHosts:
             *arguments,
         ]
         # Without this variable, a host's processes would reach other hosts' memory, which is remote in a real cluster.
-        own = {memfd.HOST_VARIABLE: f"emulated-{number}", **self._own.get(number, {})}
+        variables = {memfd.HOST_VARIABLE: f"emulated-{number}", **self._host_variables.get(number, {})}
         with (self._folder / f"host-{number}.log").open("wb") as log:
             self._hosts[number] = subprocess.Popen(
                 command,
@@ -192,7 +192,7 @@ class EmulatedHosts:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is only for the command that uses the hosts
-                env={**os.environ, **self.environment, **own},
+                env={**os.environ, **self.environment, **variables},
             )
         folder = str(self._folder) if number == 0 else ""
         self._guards[number] = guard.Guard([-self._hosts[number].pid], folder)
@@ -201,9 +201,9 @@ class EmulatedHosts:
         host, log = self._hosts[number], self._folder / f"host-{number}.log"
         while _STARTED not in log.read_text(errors="replace"):
             if host.poll() is not None or time.monotonic() > deadline:
-                ended = host.poll() is not None
+                exited = host.poll() is not None
                 last = " ".join(log.read_text(errors="replace").split())[-300:]  # again: now it has said all
-                why = "ended" if ended else f"was not up within {self._seconds:g} s"
-                error = _HostEnded if ended else LibraError
+                why = "ended" if exited else f"was not up within {self._seconds:g} s"
+                error = _HostEnded if exited else LibraError
                 raise error(f"host-{number}, which Ray emulates, {why}: {last or 'it said nothing'}")
             time.sleep(0.1)

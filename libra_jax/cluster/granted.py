@@ -93,9 +93,9 @@ class Granted:
 
 def listed(names: Iterable[str]) -> str:
     """Joins the first names, and counts the rest."""
-    known = list(names)
-    more = len(known) - NAMED
-    return ", ".join(known) if more <= 0 else f"{', '.join(known[:NAMED])} and {more} more"
+    items = list(names)
+    more = len(items) - NAMED
+    return ", ".join(items) if more <= 0 else f"{', '.join(items[:NAMED])} and {more} more"
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:
@@ -117,10 +117,10 @@ def by_name(shapes: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> tup
     alike: dict[tuple[frozenset[tuple[str, float]], str], list[int]] = {}
     for number, (shape, node) in enumerate(zip(shapes, nodes, strict=True)):
         alike.setdefault((frozenset(shape.items()), node.role), []).append(number)
-    found: dict[int, int] = {}
+    bundles: dict[int, int] = {}
     for numbers in alike.values():
-        found |= zip(numbers, sorted(numbers, key=lambda bundle: natural(nodes[bundle].name)), strict=True)
-    return tuple(found[number] for number in range(len(shapes)))
+        bundles |= zip(numbers, sorted(numbers, key=lambda bundle: natural(nodes[bundle].name)), strict=True)
+    return tuple(bundles[number] for number in range(len(shapes)))
 
 
 def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
@@ -151,10 +151,10 @@ def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
 
 def short(layout: hosts.Layout, resource: str, free: Mapping[str, float]) -> str:
     """Compares the run's total with what other programs leave free: of accelerators, or of CPUs if only they lack."""
-    taken = sum(host.accelerators for host in layout.hosts)
+    total = sum(host.accelerators for host in layout.hosts)
     # Bundles take one CPU for each accelerator, so CPUs may be what lacks.
-    kind = "CPU" if free.get(resource, 0) >= taken > free.get("CPU", 0) else resource
-    return f"it takes {taken} {kind}s, and other programs leave {free.get(kind, 0):g}"
+    kind = "CPU" if free.get(resource, 0) >= total > free.get("CPU", 0) else resource
+    return f"it takes {total} {kind}s, and other programs leave {free.get(kind, 0):g}"
 
 
 def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose: str = "") -> str:
@@ -167,19 +167,19 @@ def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose:
       purpose: purpose of the hosts, as " to train"; empty: the whole run.
     """
     have = [(node.name, int(node.resources.get(resource, 0))) for node in nodes]
-    asked = f"the run takes {len(needs)} hosts{purpose} ({_sizes(needs, resource)})"
+    demand = f"the run takes {len(needs)} hosts{purpose} ({_sizes(needs, resource)})"
     where = "config.cluster.accelerators_per_host"
     mend = "start more with `ray start`, or ask for less (config.trainer, config.rollout.tensor_parallel)"
     if len(have) < len(needs):
         there = f"{len(have)} ({listed(name for name, _ in have)})" if have else "none"
         meant = f" that may do that ({ROLE_LABEL})" if purpose else ""
-        return f"{where}: {asked}, and the Ray cluster has {there}{meant}; {mend}"
+        return f"{where}: {demand}, and the Ray cluster has {there}{meant}; {mend}"
     # Largest need against largest node: if this pairing fails, every other assignment fails too.
     pairs = zip(sorted(needs, reverse=True), sorted((count for _, count in have), reverse=True), strict=False)
     if all(need <= count for need, count in pairs):
         return ""
     counts = listed(f"{name} has {count}" for name, count in have)
-    return f"{where}: {asked}, {sum(needs)} in all, and of the Ray cluster's {len(have)}, {counts}; {mend}"
+    return f"{where}: {demand}, {sum(needs)} in all, and of the Ray cluster's {len(have)}, {counts}; {mend}"
 
 
 def differences(here: Mapping[str, str], nodes: Sequence[Node]) -> str:
@@ -188,22 +188,24 @@ def differences(here: Mapping[str, str], nodes: Sequence[Node]) -> str:
     Except for `SOURCES`, a missing package is no difference: its user reports it, because not every host needs every
     package. Builds of one version (0.32.0+cpu) count as equal.
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    hosts_by_version: dict[tuple[str, str], list[str]] = {}
     for node in nodes:
         for package, mine in here.items():
             theirs = node.versions.get(package, "missing" if package == SOURCES else mine)
             if theirs.partition("+")[0] != mine.partition("+")[0]:
-                found.setdefault((package, theirs), []).append(node.name)
-    said = [
+                hosts_by_version.setdefault((package, theirs), []).append(node.name)
+    clauses = [
         f"{package} is {theirs} on {listed(names)} ({here[package]} here)"
-        for (package, theirs), names in sorted(found.items())
+        for (package, theirs), names in sorted(hosts_by_version.items())
     ]
-    if not said:
+    if not clauses:
         return ""
-    return f"the run's hosts differ from the one it was started on: {'; '.join(said)}; install the same on all of them"
+    return (
+        f"the run's hosts differ from the one it was started on: {'; '.join(clauses)}; install the same on all of them"
+    )
 
 
-def own(node: Node, local: str) -> str:
+def accelerator_ids(node: Node, local: str) -> str:
     """Translates a layout's accelerator numbers ("0,1") into the host's ids for its programs.
 
     Raises:

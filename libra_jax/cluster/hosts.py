@@ -76,11 +76,11 @@ class Layout:
         Raises:
           LibraError: the accelerators are on several hosts.
         """
-        found = [self._numbered[device] for device in devices]
-        if len({host for host, _ in found}) != 1:
+        locations = [self._numbered[device] for device in devices]
+        if len({host for host, _ in locations}) != 1:
             named = ", ".join(map(str, devices))
             raise LibraError(f"accelerators {named} of the run are not on one host, as a worker's have to be")
-        return Place(found[0][0], tuple(local for _, local in found))
+        return Place(locations[0][0], tuple(local for _, local in locations))
 
     def on_one_host(self, free: Sequence[int], degree: int) -> list[int]:
         """Returns those of the free accelerators on the last host that has `degree` of them; empty if no host has."""
@@ -88,7 +88,7 @@ class Layout:
         for device in free:
             by_host.setdefault(self._numbered[device][0], []).append(device)
         # The last host first: hosts that roll out follow those that train.
-        return next((found for _, found in sorted(by_host.items(), reverse=True) if len(found) >= degree), [])
+        return next((devices for _, devices in sorted(by_host.items(), reverse=True) if len(devices) >= degree), [])
 
     @functools.cached_property
     def _numbered(self) -> tuple[tuple[int, int], ...]:
@@ -106,13 +106,13 @@ def layout(config: libra_config.RunConfig) -> Layout | None:
     Raises:
       ConfigError: a process, a tensor group of the mesh or an instance is larger than a host.
     """
-    each = config.cluster.accelerators_per_host
-    if not each:
+    per_host = config.cluster.accelerators_per_host
+    if not per_host:
         return None
-    processes = _training(config.trainer, each)
+    processes = _training(config.trainer, per_host)
     # No host does both: hosts that roll out follow those that train.
     training = processes[-1].host + 1
-    instances = _rollout(config.rollout.tensor_parallel, each, training)
+    instances = _rollout(config.rollout.tensor_parallel, per_host, training)
     count = max((place.host for place in instances), default=training - 1) + 1
     hosts = [
         Host(
@@ -127,15 +127,15 @@ def layout(config: libra_config.RunConfig) -> Layout | None:
     return Layout(tuple(hosts), processes, instances)
 
 
-def _training(trainer: libra_config.TrainerConfig, each: int) -> tuple[Place, ...]:
+def _training(trainer: libra_config.TrainerConfig, per_host: int) -> tuple[Place, ...]:
     devices = trainer.devices // trainer.processes
-    if devices > each:
+    if devices > per_host:
         raise ConfigError(
             f"config.trainer.processes: each of {trainer.processes} would have {devices} devices of the mesh, and a "
-            f"host has {each} (config.cluster.accelerators_per_host); {math.ceil(trainer.devices / each)} or more are "
-            "needed"
+            f"host has {per_host} (config.cluster.accelerators_per_host); "
+            f"{math.ceil(trainer.devices / per_host)} or more are needed"
         )
-    together = min(each // devices, trainer.processes)
+    together = min(per_host // devices, trainer.processes)
     inside = trainer.tensor * trainer.context
     if trainer.processes > together and together * devices % inside:
         raise ConfigError(
@@ -150,21 +150,21 @@ def _training(trainer: libra_config.TrainerConfig, each: int) -> tuple[Place, ..
     )
 
 
-def _rollout(degrees: Sequence[int], each: int, first: int) -> tuple[Place, ...]:
+def _rollout(degrees: Sequence[int], per_host: int, first: int) -> tuple[Place, ...]:
     # Accelerators in use by host. The largest instance first, because it is the one that may find no room later.
-    taken: list[int] = []
+    used_by_host: list[int] = []
     places: dict[int, Place] = {}
     for number in sorted(range(len(degrees)), key=lambda number: -degrees[number]):
         degree = degrees[number]
-        if degree > each:
+        if degree > per_host:
             raise ConfigError(
                 f"config.rollout.tensor_parallel: instance {number} has {degree} accelerators, which must be on one "
-                f"host, and a host has {each} (config.cluster.accelerators_per_host)"
+                f"host, and a host has {per_host} (config.cluster.accelerators_per_host)"
             )
-        host = next((host for host, used in enumerate(taken) if used + degree <= each), len(taken))
+        host = next((host for host, used in enumerate(used_by_host) if used + degree <= per_host), len(used_by_host))
         # If no host has room, the instance opens a new host.
-        if host == len(taken):
-            taken.append(0)
-        places[number] = Place(first + host, tuple(range(taken[host], taken[host] + degree)))
-        taken[host] += degree
+        if host == len(used_by_host):
+            used_by_host.append(0)
+        places[number] = Place(first + host, tuple(range(used_by_host[host], used_by_host[host] + degree)))
+        used_by_host[host] += degree
     return tuple(places[number] for number in range(len(degrees)))

@@ -55,19 +55,19 @@ def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int |
     layout = hosts.layout(config)
     if layout is None:
         return None, tuple(devices)
-    found = layout.place(devices)
-    return found.host, found.devices
+    location = layout.place(devices)
+    return location.host, location.devices
 
 
-def record(workdir: Path, note: Callable[[str], None], guard: Callable[[], bool], found: granted.Granted) -> None:
+def record(workdir: Path, note: Callable[[str], None], guard: Callable[[], bool], run_hosts: granted.Granted) -> None:
     """Notes which nodes are the run's hosts, and writes them into `hosts.json` if this run may still write."""
-    note(found.sentence())
+    note(run_hosts.sentence())
     if not guard():
         return
     # Renamed when it is complete, so that a reader never sees half a file.
     partial = workdir / f"{HOSTS_FILE}.partial"
     try:
-        partial.write_text(json.dumps(found.record(), indent=1) + "\n")
+        partial.write_text(json.dumps(run_hosts.record(), indent=1) + "\n")
         partial.rename(workdir / HOSTS_FILE)
     except OSError as error:
         note(f"warning: {workdir / HOSTS_FILE} could not be written ({error.strerror or error})")
@@ -104,13 +104,13 @@ class Engines:
         slots = self._config.rollout.instance_slots
         return [self._spec(number, devices, slots[number]) for number, devices in enumerate(self._partition.instances)]
 
-    def add(self, number: int, degree: int, others: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
+    def add(self, number: int, degree: int, other_specs: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
         """Returns an instance that a plan adds, on the last devices that other instances leave free.
 
         It has the slots of the config's first instance with its degree, or `rollout.slots`.
         """
-        taken = {device for other in others for device in other.devices}
-        free = [device for device in range(self._partition.total) if device not in taken]
+        used_devices = {device for spec in other_specs for device in spec.devices}
+        free = [device for device in range(self._partition.total) if device not in used_devices]
         together = free if self._layout is None else self._layout.on_one_host(free, degree)
         if len(together) < degree:
             where = "" if self._layout is None else ", too few of them on one host"

@@ -25,7 +25,7 @@ class Sent:
     """A `protocols.TrainBatch` whose groups lie in the object store, on its way to an actor."""
 
     policy_version: int
-    begun: tuple[int, ...]
+    accumulated_groups: tuple[int, ...]
     groups: Sequence[Any]  # references; Ray's type is generic in its stubs alone
 
     async def received(self) -> protocols.TrainBatch:
@@ -42,7 +42,7 @@ class Sent:
                 f"the groups of the batch for version {self.policy_version} cannot be read from Ray's object store: "
                 f"{actors.summary(error)}"
             ) from error
-        return protocols.TrainBatch(self.policy_version, tuple(groups), self.begun)
+        return protocols.TrainBatch(self.policy_version, tuple(groups), self.accumulated_groups)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SentPart:
     """A `protocols.BatchPart` whose outlines and rollouts lie in the object store, on its way to an actor."""
 
     outlines: Any  # references, as above
-    held: Any
+    rollouts: Any
 
     async def received(self) -> protocols.TrainBatch:
         """Returns the batch (`protocols.BatchPart.joined`). Call in the actor's process.
@@ -59,16 +59,16 @@ class SentPart:
           WorkerLost: bytes of it are lost. The other processes wait for this one, so all have to be restarted.
         """
         try:
-            outlines, held = await asyncio.to_thread(ray.get, [self.outlines, self.held])
+            outlines, rollouts = await asyncio.to_thread(ray.get, [self.outlines, self.rollouts])
         except ray.exceptions.RayError as error:
             raise protocols.WorkerLost(
                 f"a part of a batch cannot be read from Ray's object store: {actors.summary(error)}"
             ) from error
-        return protocols.BatchPart(outlines, held).joined()
+        return protocols.BatchPart(outlines, rollouts).joined()
 
 
 @dataclass(eq=False)
-class _Placed:
+class _Entry:
     """Something in the store, while calls use it: a batch, or outlines or rollouts of a part."""
 
     what: object
@@ -80,7 +80,7 @@ class _Placed:
 class Batches:
     """The driver's batches in the store. A batch or part leaves it after the last call that takes it."""
 
-    _placed: dict[int, _Placed] = field(default_factory=dict)
+    _entries: dict[int, _Entry] = field(default_factory=dict)
 
     @contextlib.asynccontextmanager
     async def replacing(self, args: Sequence[Any]) -> AsyncIterator[tuple[Any, ...]]:
@@ -90,33 +90,33 @@ class Batches:
         Raises:
           LibraError: the store has no room for a batch, in memory or on disk.
         """
-        placed: list[_Placed] = []
+        entries: list[_Entry] = []
         try:
             replaced = []
             for arg in args:
                 match arg:
                     case protocols.TrainBatch():
-                        replaced.append(await self._put(arg, _groups, placed))
-                    case protocols.BatchPart(outlines, held):
-                        put = [await self._put(one, _object, placed) for one in (outlines, held)]
+                        replaced.append(await self._put(arg, _groups, entries))
+                    case protocols.BatchPart(outlines, rollouts):
+                        put = [await self._put(one, _object, entries) for one in (outlines, rollouts)]
                         replaced.append(SentPart(*put))
                     case _:
                         replaced.append(arg)
             yield tuple(replaced)
         finally:
-            for one in placed:
+            for one in entries:
                 one.calls -= 1
                 if not one.calls:
-                    del self._placed[id(one.what)]
+                    del self._entries[id(one.what)]
                     one.sent.cancel()
 
-    async def _put(self, what: Any, put: Callable[[Any], Coroutine[Any, Any, Any]], placed: list[_Placed]) -> Any:
-        """Returns what stands for something in the store, put there once. Appends to `placed` what the call uses."""
-        one = self._placed.get(id(what))
+    async def _put(self, what: Any, put: Callable[[Any], Coroutine[Any, Any, Any]], entries: list[_Entry]) -> Any:
+        """Returns what stands for something in the store, put there once. Appends to `entries` what the call uses."""
+        one = self._entries.get(id(what))
         if one is None:
-            one = self._placed[id(what)] = _Placed(what, asyncio.ensure_future(put(what)))
+            one = self._entries[id(what)] = _Entry(what, asyncio.ensure_future(put(what)))
         one.calls += 1
-        placed.append(one)
+        entries.append(one)
         return await asyncio.shield(one.sent)
 
 

@@ -24,12 +24,12 @@ class _Reader:
     """The caller's end of a stream.
 
     Attributes:
-      came: batches of items in order; None ends the stream, WorkerLost fails it.
-      ended: True once the end is in `came`, so that the actor's end needs no call to close.
+      outcomes: batches of items in order; None ends the stream, WorkerLost fails it.
+      end_received: True once the end is in `outcomes`, so that the actor's end needs no call to close.
     """
 
-    came: asyncio.Queue[ray_host.Outcome | WorkerLost | None] = field(default_factory=asyncio.Queue)
-    ended: bool = False
+    outcomes: asyncio.Queue[ray_host.Outcome | WorkerLost | None] = field(default_factory=asyncio.Queue)
+    end_received: bool = False
 
 
 class Caller:
@@ -108,27 +108,27 @@ class Caller:
             self._receiving = asyncio.get_running_loop().create_task(self._receive())
         opening = asyncio.ensure_future(self.handle.open_stream.remote(self._caller, number, method, args, kwargs))
 
-        def opened(_: asyncio.Future[Any]) -> None:
+        def fail_reader(_: asyncio.Future[Any]) -> None:
             # A stream that could not be opened sends no news.
             if not opening.cancelled() and (error := opening.exception()) is not None:
-                reader.came.put_nowait(self.lost(error))
-                reader.ended = True
+                reader.outcomes.put_nowait(self.lost(error))
+                reader.end_received = True
 
-        opening.add_done_callback(opened)
-        taken = 0
+        opening.add_done_callback(fail_reader)
+        batches = 0
         try:
-            while (outcome := await reader.came.get()) is not None:
+            while (outcome := await reader.outcomes.get()) is not None:
                 if isinstance(outcome, WorkerLost):
                     raise outcome
-                taken += 1
+                batches += 1
                 # Acknowledged at half of UNREAD, so that the actor's end rarely has to wait for the acknowledgement.
-                if taken % (ray_host.UNREAD // 2) == 0:
+                if batches % (ray_host.UNREAD // 2) == 0:
                     self.handle.read_stream.remote(self._caller, number, ray_host.UNREAD // 2)
                 for item in outcome.unwrap():
                     yield item
         finally:
             del self._readers[number]
-            if not reader.ended:
+            if not reader.end_received:
                 with contextlib.suppress(ray.exceptions.RayError):  # the process is gone, and its streams with it
                     await self.handle.close_stream.remote(self._caller, number)
 
@@ -140,15 +140,15 @@ class Caller:
             except ray.exceptions.RayError as error:
                 self._receiving = None
                 for reader in self._readers.values():
-                    reader.came.put_nowait(self.lost(error))
-                    reader.ended = True
+                    reader.outcomes.put_nowait(self.lost(error))
+                    reader.end_received = True
                 return
             for number, outcomes in news.items():
                 # The stream may have been closed here while its last news were on the way.
                 if number in self._readers:
                     for outcome in outcomes:
-                        self._readers[number].came.put_nowait(outcome)
-                    self._readers[number].ended |= outcomes[-1] is None
+                        self._readers[number].outcomes.put_nowait(outcome)
+                    self._readers[number].end_received |= outcomes[-1] is None
 
     async def end_receiving(self, seconds: float) -> None:
         """Ends the call for news of an actor whose process has ended."""

@@ -154,10 +154,10 @@ class RayCluster:
             try:
                 actor.birth = await asyncio.wait_for(actor.remote(actor.handle.born), self._start_seconds)
             except TimeoutError:
-                left = ray.available_resources()
+                free = ray.available_resources()
                 raise DeadlineMissed(
                     f"actor {spec.name!r} was not placed within {self._start_seconds:g} s: it asks for {spec.cpus:g} "
-                    f"CPUs and {spec.gpus:g} GPUs, and {left.get('CPU', 0):g} and {left.get('GPU', 0):g} are free in "
+                    f"CPUs and {spec.gpus:g} GPUs, and {free.get('CPU', 0):g} and {free.get('GPU', 0):g} are free in "
                     "all; ask for less, or raise config.deadlines.cluster_start"
                 ) from None
             methods = await actor.remote(actor.handle.make)
@@ -177,9 +177,9 @@ class RayCluster:
             _log.warning("Actor %s has ended unasked (process %d).", actor.spec.name, actor.birth.pid)
         # Streams of other actors that the process read go on without a reader. At the end of a run, all actors end.
         if ray.is_initialized():
-            for other in self._actors.values():
-                if not other.gone:
-                    other.handle.forget.remote(actor.handle._actor_id.hex())
+            for survivor in self._actors.values():
+                if not survivor.gone:
+                    survivor.handle.forget.remote(actor.handle._actor_id.hex())
         # The host may be gone with the actor.
         if self._placement is not None and not actor.stopping:
             self._placement.doubt(actor.spec.host)

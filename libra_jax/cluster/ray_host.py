@@ -89,7 +89,7 @@ class Birth:
 
 
 @dataclass
-class _Opened:
+class _Stream:
     """A stream in the actor's process."""
 
     unread: int = 0
@@ -102,16 +102,16 @@ class _Reader:
     """A process that reads streams of the actor.
 
     Attributes:
-      opened: its streams, by its own numbers.
+      streams: its streams, by its own numbers.
       news: items that it has not got yet.
-      told: set while there are any.
+      has_news: set while there are any.
     """
 
-    opened: dict[int, _Opened] = field(default_factory=dict)
+    streams: dict[int, _Stream] = field(default_factory=dict)
     news: collections.defaultdict[int, list[Outcome | None]] = field(
         default_factory=lambda: collections.defaultdict(list)
     )
-    told: asyncio.Event = field(default_factory=asyncio.Event)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RayHost:
@@ -177,50 +177,50 @@ class RayHost:
           kwargs: its keyword arguments.
         """
         reader = self._readers[caller]
-        opened = reader.opened[number] = _Opened()
-        relay = self._relay(reader, opened, number, method, args, kwargs)
-        opened.relay = asyncio.get_running_loop().create_task(relay)
+        stream = reader.streams[number] = _Stream()
+        relay = self._relay(reader, stream, number, method, args, kwargs)
+        stream.relay = asyncio.get_running_loop().create_task(relay)
 
     async def news(self, caller: str) -> News:
         """Waits for items of any stream of the caller since its last call and returns them."""
         reader = self._readers[caller]
-        await reader.told.wait()
+        await reader.has_news.wait()
         await asyncio.sleep(GATHER_SECONDS)
-        reader.told.clear()
+        reader.has_news.clear()
         # Emptied in one step, because streams go on telling while the answer travels.
         news, reader.news = reader.news, collections.defaultdict(list)
         return dict(news)
 
     async def read_stream(self, caller: str, number: int, batches: int) -> None:
         """Records that a stream's reader has taken `batches` batches."""
-        if (opened := self._readers[caller].opened.get(number)) is not None:
-            opened.unread -= batches
-            opened.room.set()
+        if (stream := self._readers[caller].streams.get(number)) is not None:
+            stream.unread -= batches
+            stream.room.set()
 
     async def close_stream(self, caller: str, number: int) -> None:
         """Closes the actor's generator and so the stream. Does nothing if the stream has ended."""
-        opened = self._readers[caller].opened.get(number)
-        if opened is not None and opened.relay is not None:
+        stream = self._readers[caller].streams.get(number)
+        if stream is not None and stream.relay is not None:
             # The relay's `finally` closes the actor's generator and sends the end of the stream.
-            opened.relay.cancel()
-            await asyncio.wait({opened.relay})
+            stream.relay.cancel()
+            await asyncio.wait({stream.relay})
 
     async def forget(self, caller: str) -> None:
         """Closes all streams of a process that has ended. `caller`: its name, which its handles' names begin with."""
-        ended = [self._readers.pop(name) for name in list(self._readers) if name.partition("/")[0] == caller]
-        relays = [opened.relay for reader in ended for opened in reader.opened.values() if opened.relay is not None]
+        readers = [self._readers.pop(name) for name in list(self._readers) if name.partition("/")[0] == caller]
+        relays = [stream.relay for reader in readers for stream in reader.streams.values() if stream.relay is not None]
         for relay in relays:
             relay.cancel()
         # Its last calls for news, which nobody awaits, end too.
-        for reader in ended:
-            reader.told.set()
+        for reader in readers:
+            reader.has_news.set()
         if relays:
             await asyncio.wait(relays)
 
     async def _relay(
         self,
         reader: _Reader,
-        opened: _Opened,
+        stream: _Stream,
         number: int,
         method: str,
         args: tuple[Any, ...],
@@ -228,23 +228,23 @@ class RayHost:
     ) -> None:
         def tell(outcome: Outcome | None) -> None:
             reader.news[number].append(outcome)
-            reader.told.set()
+            reader.has_news.set()
 
         try:
             pump = self._host.open(method, args, kwargs)
             try:
                 while items := await self._host.take(pump, method):
                     tell(Outcome(items))
-                    opened.unread += 1
-                    while opened.unread >= UNREAD:
-                        opened.room.clear()
-                        await opened.room.wait()
+                    stream.unread += 1
+                    while stream.unread >= UNREAD:
+                        stream.room.clear()
+                        await stream.room.wait()
             finally:
                 await pump.close()
         except LibraError as error:
             tell(Outcome.of_failure(error))
         finally:
-            del reader.opened[number]
+            del reader.streams[number]
             tell(None)
 
 
@@ -289,6 +289,6 @@ def cores_near(visible: str) -> tuple[int, ...]:
     finally:
         nvml.nvmlShutdown()
     usable = os.sched_getaffinity(0)
-    kept = near & usable
+    cores = near & usable
     # If all usable cores are near, or none, there is nothing to pin.
-    return () if kept in (set(), usable) else tuple(sorted(kept))
+    return () if cores in (set(), usable) else tuple(sorted(cores))

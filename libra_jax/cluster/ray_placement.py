@@ -41,7 +41,7 @@ _LITTLE_MEMORY = 1 << 20  # Ray 2.60 ignores the strategy of an actor that reque
 _NODE_LABEL = "ray.io/node-id"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-Told = Callable[[granted.Granted], None]
+OnHosts = Callable[[granted.Granted], None]
 
 
 class Placement:
@@ -55,11 +55,11 @@ class Placement:
       told: called with the granted hosts, and again whenever a host is replaced.
     """
 
-    def __init__(self, layout: hosts.Layout, *, resource: str, seconds: float, told: Told | None = None) -> None:
+    def __init__(self, layout: hosts.Layout, *, resource: str, seconds: float, on_hosts: OnHosts | None = None) -> None:
         self._layout = layout
         self._resource = resource
         self._seconds = seconds
-        self._told = told
+        self._on_hosts = on_hosts
         # Ray's calls to the head block, and for long if the head is gone. They do not run on the event loop's own
         # threads, because the loop would wait for these threads at its end.
         self._thread = actors.ActorThread("placement")
@@ -91,20 +91,20 @@ class Placement:
         async with self._locks[spec.host]:
             # A doubted host must answer first, and may have moved to another node.
             if spec.host in self._doubted:
-                before, found = self._granted.nodes[spec.host], await self._ask(spec.host)
-                if found.node_id != before.node_id:
-                    if differs := granted.differences(await self._here(), [found]):
+                before, successor = self._granted.nodes[spec.host], await self._ask(spec.host)
+                if successor.node_id != before.node_id:
+                    if differs := granted.differences(await self._here(), [successor]):
                         raise WorkerLost(
-                            f"{found.name} has taken the place of the run's host {before.name}, but {differs}"
+                            f"{successor.name} has taken the place of the run's host {before.name}, but {differs}"
                         )
                     nodes = list(self._granted.nodes)
-                    nodes[spec.host] = found
+                    nodes[spec.host] = successor
                     self._tell(nodes)
                 self._doubted.discard(spec.host)
             node = self._granted.nodes[spec.host]
         environment = dict(spec.environment)
         if node.accelerators and environment.get(_VISIBLE):
-            environment[_VISIBLE] = granted.own(node, environment[_VISIBLE])
+            environment[_VISIBLE] = granted.accelerator_ids(node, environment[_VISIBLE])
         options = {
             "num_cpus": 0.0,
             "num_gpus": 0.0,
@@ -142,30 +142,30 @@ class Placement:
         await self._room()
         table = await self._thread.submit("table", lambda: ray.util.placement_group_table(self._group))
         alive = {node.node_id: node for node in await self._nodes()}
-        placed = [table["bundles_to_node_id"][bundle] for bundle in range(len(shapes))]
+        node_ids = [table["bundles_to_node_id"][bundle] for bundle in range(len(shapes))]
         # A node that has died meanwhile gets a placeholder; it will not answer below.
-        self._bundles = granted.by_name(shapes, [alive.get(node, granted.Node(node, "", "")) for node in placed])
+        self._bundles = granted.by_name(shapes, [alive.get(node, granted.Node(node, "", "")) for node in node_ids])
         nodes = await asyncio.gather(*(self._ask(host.number) for host in self._layout.hosts))
-        if found := granted.differences(await self._here(), nodes):
-            raise ConfigError(f"config.cluster.address: {found}")
+        if problem := granted.differences(await self._here(), nodes):
+            raise ConfigError(f"config.cluster.address: {problem}")
         self._tell(nodes)
 
     async def _room(self) -> None:
         """Waits until the group is placed."""
         loop = asyncio.get_running_loop()
-        begun = changed = loop.time()
+        start = changed = loop.time()
         count = len(self._layout.hosts)
         settle = min(max(SETTLE_SECONDS, self._seconds / 4), self._seconds)
-        ready, known = asyncio.ensure_future(self._group.ready()), -1
+        ready, node_count = asyncio.ensure_future(self._group.ready()), -1
         try:
             while not (await asyncio.wait({ready}, timeout=_LOOK_SECONDS))[0]:
                 now, nodes = loop.time(), await self._nodes()
-                if len(nodes) != known:
-                    changed, known = now, len(nodes)
+                if len(nodes) != node_count:
+                    changed, node_count = now, len(nodes)
                 reason = granted.why_not(self._layout, self._resource, nodes)
                 if reason and now - changed >= settle:
                     raise ConfigError(reason)
-                if now - begun >= self._seconds:
+                if now - start >= self._seconds:
                     free = await self._thread.submit("free", ray.available_resources)
                     raise DeadlineMissed(
                         f"The Ray cluster's {len(nodes)} nodes had no room for the run's {count} hosts within "
@@ -189,14 +189,14 @@ class Placement:
             options["num_gpus"] = count
         elif self._resource != "CPU":
             options["resources"] = {self._resource: count}
-        asked = _look.options(**options).remote(self._import_path, self._resource)
+        reference = _look.options(**options).remote(self._import_path, self._resource)
         try:
-            said = await asyncio.wait_for(asyncio.ensure_future(asked), self._seconds)
-            node = next(node for node in await self._nodes() if node.node_id == said["node_id"])
+            description = await asyncio.wait_for(asyncio.ensure_future(reference), self._seconds)
+            node = next(node for node in await self._nodes() if node.node_id == description["node_id"])
         except ray.exceptions.RayTaskError as error:
             raise LibraError(f"host {host} of the run cannot tell what it is ({actors.summary(error)})") from error
         except (TimeoutError, StopIteration, ray.exceptions.RayError):
-            ray.cancel(asked, force=True)
+            ray.cancel(reference, force=True)
             name = f" ({self._granted.nodes[host].name})" if self._granted is not None else ""
             raise DeadlineMissed(
                 f"host {host} of the run{name} did not answer within {self._seconds:g} s, and no other node has taken "
@@ -204,7 +204,9 @@ class Placement:
                 "`ray start`"
             ) from None
         return dataclasses.replace(
-            node, accelerators=tuple(sorted(said["accelerators"], key=granted.natural)), versions=said["versions"]
+            node,
+            accelerators=tuple(sorted(description["accelerators"], key=granted.natural)),
+            versions=description["versions"],
         )
 
     async def _elsewhere(self, spec: ActorSpec) -> dict[str, Any]:
@@ -214,24 +216,24 @@ class Placement:
         and if cores stand for accelerators, where it would keep a spare host from replacing a lost host.
         """
         assert self._granted is not None
-        taken = {node.node_id for node in self._granted.nodes}
-        wanted = {"CPU": spec.cpus, "GPU": spec.gpus}
-        others = [
+        run_nodes = {node.node_id for node in self._granted.nodes}
+        needs = {"CPU": spec.cpus, "GPU": spec.gpus}
+        candidates = [
             node
             for node in await self._nodes()
-            if node.node_id not in taken and all(node.resources.get(name, 0) >= wanted[name] for name in wanted)
+            if node.node_id not in run_nodes and all(node.resources.get(name, 0) >= needs[name] for name in needs)
         ]
-        options = {} if others and self._resource != "CPU" else {"num_cpus": 0.0, "memory": _LITTLE_MEMORY}
-        if not others:
+        options = {} if candidates and self._resource != "CPU" else {"num_cpus": 0.0, "memory": _LITTLE_MEMORY}
+        if not candidates:
             return {**options, "scheduling_strategy": "SPREAD"}
         # Soft: the actor still starts if such a node fills up meanwhile.
-        apart = {_NODE_LABEL: strategies.NotIn(*sorted(taken))}
+        apart = {_NODE_LABEL: strategies.NotIn(*sorted(run_nodes))}
         return {**options, "scheduling_strategy": strategies.NodeLabelSchedulingStrategy(hard={}, soft=apart)}
 
     async def _here(self) -> Mapping[str, str]:
         """Returns the versions installed here now: changed sources have changed for all hosts of the run."""
-        said = await self._thread.submit("versions", lambda: _describer()((), self._resource))
-        return dict(said["versions"])
+        description = await self._thread.submit("versions", lambda: _describer()((), self._resource))
+        return dict(description["versions"])
 
     async def _nodes(self) -> list[granted.Node]:
         """Returns the cluster's nodes that are alive."""
@@ -249,8 +251,8 @@ class Placement:
 
     def _tell(self, nodes: Any) -> None:
         self._granted = granted.Granted(self._layout, tuple(nodes), self._resource)
-        if self._told is not None:
-            self._told(self._granted)
+        if self._on_hosts is not None:
+            self._on_hosts(self._granted)
 
 
 def _describer() -> Callable[[Sequence[str], str], dict[str, Any]]:
@@ -275,13 +277,13 @@ def _describer() -> Callable[[Sequence[str], str], dict[str, Any]]:
         major, minor, _ = platform.python_version_tuple()
         versions = {"Python": f"{major}.{minor}"}
         for package, names in packages.items():
-            installed = [found for name in names for found in importlib.metadata.distributions(name=name)]
+            installed = [distribution for name in names for distribution in importlib.metadata.distributions(name=name)]
             if installed:
                 versions[package] = installed[0].version
-        found = importlib.util.find_spec("libra_jax")
-        if found is not None and found.origin:
+        spec = importlib.util.find_spec("libra_jax")
+        if spec is not None and spec.origin:
             # A digest of the sources: hosts without a shared file system often run a checkout, not a release.
-            folder, digest = pathlib.Path(found.origin).parent, hashlib.sha256()
+            folder, digest = pathlib.Path(spec.origin).parent, hashlib.sha256()
             for source in sorted(folder.rglob("*.py")):
                 digest.update(str(source.relative_to(folder)).encode() + b"\0" + source.read_bytes())
             versions["libra_jax"] = digest.hexdigest()[:8]

@@ -189,15 +189,15 @@ async def watch_head(address: str) -> None:
       address: address of the head, `host:port`.
     """
     loop, (host, _, port) = asyncio.get_running_loop(), address.rpartition(":")
-    answered, told = loop.time(), False
+    answered, warned = loop.time(), False
     while True:
         await asyncio.sleep(LOOK_SECONDS)
         with contextlib.suppress(OSError, TimeoutError):
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), LOOK_SECONDS)
             writer.close()
-            answered, told = loop.time(), False
-        if not told and loop.time() - answered >= SILENT_SECONDS:
-            told = True
+            answered, warned = loop.time(), False
+        if not warned and loop.time() - answered >= SILENT_SECONDS:
+            warned = True
             _log.warning(
                 "Ray's head at %s has not answered for %.0f s. If it stays away, Ray ends this process a minute after "
                 "it went; the same command, with the address of a cluster that is started again "

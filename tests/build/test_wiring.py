@@ -36,7 +36,7 @@ def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_
     )
     with pytest.raises(protocols.ConfigError, match="seen enough"):
         asyncio.run(wiring.train(run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox)))
-    told = given.pop("told")
+    told = given.pop("on_hosts")
     layout = hosts.layout(run)
     assert given == {"start_seconds": 7.0, "shutdown_seconds": 8.0, "layout": layout, "platform": "cuda"}
     nodes = [granted.Node(f"id-{name}", name, f"10.0.0.{name}", accelerators=("6",)) for name in ("1", "2")]
@@ -52,7 +52,7 @@ def test_hosts_are_not_written_down_by_a_run_that_has_been_taken_over(tmp_path, 
     told: list[Any] = []
 
     def create(cluster: config.ClusterConfig, **settings: Any) -> protocols.Cluster:
-        told.append(settings["told"])
+        told.append(settings["on_hosts"])
         raise protocols.ConfigError("seen enough")
 
     monkeypatch.setattr(wiring.cluster, "create", create)

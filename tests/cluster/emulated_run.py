@@ -58,7 +58,7 @@ async def cluster(
         start_seconds=SECONDS,
         layout=laid_out,
         platform=platform,
-        told=told.append,
+        on_hosts=told.append,
     )
     try:
         yield made

@@ -119,10 +119,10 @@ def test_all_differing_versions_are_named_in_one_sentence():
 
 def test_a_worker_gets_the_ids_that_its_host_was_given():
     shared = granted.Node("id", "node-1", "10.0.0.1", {}, ("4", "5", "6", "7"))
-    assert granted.own(shared, "0,1") == "4,5"
-    assert granted.own(shared, "3") == "7"
+    assert granted.accelerator_ids(shared, "0,1") == "4,5"
+    assert granted.accelerator_ids(shared, "3") == "7"
     with pytest.raises(LibraError, match=r"node-1 has 4 accelerators for the run, and one of its workers .* number 4"):
-        granted.own(shared, "3,4")
+        granted.accelerator_ids(shared, "3,4")
 
 
 def test_what_was_granted_is_told_in_a_line_and_whole_to_programs():
