@@ -48,7 +48,7 @@ def main() -> None:
     wrong = [text for text in _K.value if not text.strip().isdigit()]
     if wrong:
         raise protocols.ConfigError(f"--k: {wrong[0]!r} is not a whole number; write it as --k=1,4,8")
-    asked = evaluating.Asked(
+    request = evaluating.EvaluationRequest(
         workdir=workdir,
         step=_STEP.value,
         model=_MODEL.value,
@@ -59,10 +59,10 @@ def main() -> None:
         threshold=_THRESHOLD.value,
         temperature=_TEMPERATURE.value,
     )
-    given = None if _CONFIG.value is None else overrides.config(flags.FLAGS["config"])
-    made = evaluating.evaluate(asked, given)
-    print(evaluating.table(made))
-    evaluating.write(made, output)
+    explicit_config = None if _CONFIG.value is None else overrides.config(flags.FLAGS["config"])
+    result = evaluating.evaluate(request, explicit_config)
+    print(evaluating.table(result))
+    evaluating.write(result, output)
     print(f"wrote {output / evaluating.FILE} and {output / evaluating.PICTURE}")
 
 

@@ -101,7 +101,7 @@ def main() -> None:
     if _INVENTORY.value is not None:
         _print_assignments()
         return
-    case = planned.case(libra_config.to_dict(_CONFIG.value), _asked())
+    case = planned.case(libra_config.to_dict(_CONFIG.value), _request())
     if (_OBJECTIVE.value == "cheapest") != (_WITHIN.value is not None):
         raise protocols.ConfigError(
             "--within: give the seconds of a step with --objective=cheapest, and only with that"
@@ -170,12 +170,12 @@ def _print_assignments() -> None:
         print(f"Then: {one.line()}.")
 
 
-def _asked() -> planned.Asked:
+def _request() -> planned.PlanRequest:
     """Returns the flags' content; refuses config fields that a plan does not read."""
-    given = overrides.fields(flags.FLAGS["config"])
+    fields = overrides.fields(flags.FLAGS["config"])
     simulated = isinstance(_CONFIG.value, settings.SimulatedRun)
     overrides.refuse_unread(
-        given,
+        fields,
         script="plan.py",
         read=planned.OF_SIMULATION if simulated else planned.OF_RUN,
         instead=settings.COUNTS if simulated else planned.COUNTS_IN_RUN,
@@ -191,15 +191,15 @@ def _asked() -> planned.Asked:
                 f"--generated_tokens: {','.join(_GENERATED.value)!r} is neither a mean nor mean,P90, like 4000,7000"
             )
         generated = scripts.LogNormal.fitted(*numbers) if len(numbers) == 2 else numbers[0]
-    wanted = scripts.Wanted(generated, _TURNS.value, _PAYLOAD.value, _PROMPT.value)
-    return planned.Asked(
+    lengths = scripts.Wanted(generated, _TURNS.value, _PAYLOAD.value, _PROMPT.value)
+    return planned.PlanRequest(
         hardware=_HARDWARE.value,
         model=_MODEL.value,
         accelerators=_ACCELERATORS.value,
         trace=_TRACE.value,
         workload=_WORKLOAD.value,
-        wanted=wanted,
-        given=given,
+        lengths=lengths,
+        overrides=fields,
     )
 
 

@@ -43,11 +43,11 @@ def show(endpoint: protocols.Endpoint) -> None:
 
 
 def main() -> None:
-    asked = evaluating.Asked(
+    request = evaluating.EvaluationRequest(
         workdir=None if _WORKDIR.value is None else Path(_WORKDIR.value), step=_STEP.value, model=_MODEL.value
     )
-    given = None if _CONFIG.value is None else overrides.config(flags.FLAGS["config"])
-    serving.serve(asked, given, host=_HOST.value, port=_PORT.value, key_env=_KEY_ENV.value, ready=show)
+    explicit_config = None if _CONFIG.value is None else overrides.config(flags.FLAGS["config"])
+    serving.serve(request, explicit_config, host=_HOST.value, port=_PORT.value, key_env=_KEY_ENV.value, ready=show)
     print("The server has ended.")
 
 

@@ -35,8 +35,8 @@ def main() -> None:
     if _DATA.value is None:
         raise protocols.ConfigError("--data: names no table of chats; give a JSONL, Parquet or CSV file")
     output = Path(_OUTPUT.value or f"runs/sft-{config.name}")
-    asked = supervised.Asked(_DATA.value, output, _EPOCHS.value, _BATCH_SIZE.value, _HOLDOUT.value)
-    supervised.tune(config, asked)
+    request = supervised.TuningRequest(_DATA.value, output, _EPOCHS.value, _BATCH_SIZE.value, _HOLDOUT.value)
+    supervised.tune(config, request)
     print(f"wrote {output / supervised.MODEL} and {output / supervised.METRICS}")
 
 

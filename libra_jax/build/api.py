@@ -119,7 +119,7 @@ async def start(
     workdir: str | None = None,
     take_over: bool = False,
     allow_changes: Sequence[str] = (),
-    opened: Callable[[Path], None] = lambda _: None,
+    on_workdir: Callable[[Path], None] = lambda _: None,
     at_signal: stopping.AtOnce = lambda _: None,
 ) -> coordinator.RunSummary:
     """Opens the workdir and trains on the running event loop.
@@ -130,7 +130,7 @@ async def start(
       workdir: directory of the run; None means the config's own.
       take_over: end a run that lives in the workdir.
       allow_changes: settings that may differ from the run's first start (`changes.allowed_names`).
-      opened: called with the workdir.
+      on_workdir: called with the workdir.
       at_signal: called at once on SIGINT and SIGTERM.
     """
     # An environment that cannot be made is reported before anything is written.
@@ -140,7 +140,7 @@ async def start(
     ):
         try:
             folder = workdirs.open_workdir(named, workdir, take_over=take_over, allow_changes=allow_changes)
-            opened(folder)
+            on_workdir(folder)
             return await wiring.train(
                 config,
                 folder,
@@ -161,26 +161,28 @@ async def train_async(
     tasks: objects.Tasks | None = None,
     workdir: str | Path | None = None,
     allow_changes: Sequence[str] = (),
-    opened: Callable[[Path], None] = lambda _: None,
+    on_workdir: Callable[[Path], None] = lambda _: None,
 ) -> Trained:
     """Trains a policy on the running event loop; otherwise as `train`. A cancelled call ends the run's workers."""
     with _Plain():
         named = objects.with_objects(config, environment, reward, tasks)
-        found = hub.resolved(named, download=True)
-        if found.problems:
-            raise protocols.DataError("; ".join(found.problems))
-        preflight.validate(found.config, need_weights=True)
+        resolution = hub.resolved(named, download=True)
+        if resolution.problems:
+            raise protocols.DataError("; ".join(resolution.problems))
+        preflight.validate(resolution.config, need_weights=True)
         # On a thread, because a caller's event loop goes on meanwhile.
-        await deadlines.off_loop(dry_run.try_rewards, found.config)
-        preflight.warn(found.config)
+        await deadlines.off_loop(dry_run.try_rewards, resolution.config)
+        preflight.warn(resolution.config)
         folders: list[Path] = []
 
         def note(folder: Path) -> None:
             folders.append(folder)
-            opened(folder)
+            on_workdir(folder)
 
         place = None if workdir is None else str(workdir)
-        summary = await start(named, found.config, workdir=place, allow_changes=tuple(allow_changes), opened=note)
+        summary = await start(
+            named, resolution.config, workdir=place, allow_changes=tuple(allow_changes), on_workdir=note
+        )
         return Trained(folders[0], folders[0] / "model", summary)
 
 
@@ -217,7 +219,7 @@ def train(
     """
 
     folders: list[Path] = []
-    drawn = curve.Curve()
+    live_curve = curve.Curve()
     return _blocking(
         lambda: train_async(
             config,
@@ -226,10 +228,10 @@ def train(
             tasks=tasks,
             workdir=workdir,
             allow_changes=allow_changes,
-            opened=folders.append,
+            on_workdir=folders.append,
         ),
         "interrupted: the run's workers are being ended; call train again to go on from the last checkpoint.",
-        look=lambda: drawn.look(folders[0]) if folders else None,
+        look=lambda: live_curve.look(folders[0]) if folders else None,
     )
 
 
@@ -293,10 +295,10 @@ def _without_training(config: libra_config.RunConfig) -> libra_config.RunConfig:
     return located.config
 
 
-def tell_skipped(found: checkpoint_store.Found) -> None:
+def tell_skipped(newest: checkpoint_store.Found) -> None:
     """Warns of damaged checkpoints, and names the older one that takes their place."""
-    for sentence in found.skipped:
-        print(f"warning: {sentence} The one at step {found.step} takes its place.", file=sys.stderr)
+    for sentence in newest.skipped:
+        print(f"warning: {sentence} The one at step {newest.step} takes its place.", file=sys.stderr)
 
 
 def _trainer_part(checkpoint: checkpoint_store.Stored | None) -> str | None:
@@ -318,14 +320,15 @@ async def evaluate_async(
         if model is not None and (Path(model) / checkpoint_store.FOLDER).is_dir():
             # It reads and verifies whole files, which would freeze a notebook's event loop.
             finding = deadlines.off_loop(workdirs.newest, Path(model))
-            found = await deadlines.within(named.deadlines.checkpoint, finding, f"The reading of {model}", "checkpoint")
-            if found.stored is None:
+            seconds = named.deadlines.checkpoint
+            newest = await deadlines.within(seconds, finding, f"The reading of {model}", "checkpoint")
+            if newest.stored is None:
                 raise protocols.DataError(f"model: {model} holds no checkpoint yet; name a run that has written one")
-            tell_skipped(found)
-            checkpoint = found.stored
+            tell_skipped(newest)
+            checkpoint = newest.stored
         elif model is not None:
             named = dataclasses.replace(named, model=dataclasses.replace(named.model, path=str(model)))
-        scored, tokenizer = await score(named, checkpoint)
+        result, tokenizer = await score(named, checkpoint)
         rollouts = [
             Rollout(
                 rollout.prompt_id,
@@ -333,9 +336,9 @@ async def evaluate_async(
                 progress.policy_text(tokenizer, rollout),
                 tokenizer.decode(rollout.token_ids),
             )
-            for rollout in scored.rollouts
+            for rollout in result.rollouts
         ]
-        metrics = {name.removeprefix("evaluation/"): value for name, value in scored.metrics.items()}
+        metrics = {name.removeprefix("evaluation/"): value for name, value in result.metrics.items()}
         return Evaluated(metrics["accuracy"], rollouts, int(metrics["unscored"]), metrics)
 
 
@@ -411,20 +414,20 @@ def _blocking(
             return runner.run(noted())
 
     with futures.ThreadPoolExecutor(1, thread_name_prefix="libra-run") as pool:
-        ended = pool.submit(on_thread)
+        future = pool.submit(on_thread)
         try:
-            while not ended.done():
+            while not future.done():
                 # A short wait keeps this thread responsive to Ctrl-C, and sets the pace of the curve.
-                futures.wait([ended], timeout=LOOK_SECONDS)
+                futures.wait([future], timeout=LOOK_SECONDS)
                 look()
         except KeyboardInterrupt:
             print(interrupted, file=sys.stderr)
             # Cancelling lets the workers end; the thread itself cannot be interrupted.
             if working:
                 loop.call_soon_threadsafe(working[0].cancel)
-            futures.wait([ended], timeout=END_SECONDS)
+            futures.wait([future], timeout=END_SECONDS)
             raise
-        return ended.result()
+        return future.result()
 
 
 @_Plain()
@@ -504,12 +507,12 @@ def plan(
         batch.groups_per_step, batch.group_size, batch.max_staleness = 32, 16, 1
     generated: scripts.LogNormal | float | None
     generated = scripts.LogNormal.fitted(*generated_tokens) if isinstance(generated_tokens, tuple) else generated_tokens
-    asked = planned.Asked(
+    request = planned.PlanRequest(
         hardware=hardware,
         model=model,
         accelerators=accelerators,
         workload=workload,
-        wanted=scripts.Wanted(generated, turns, payload_tokens, prompt_tokens),
+        lengths=scripts.Wanted(generated, turns, payload_tokens, prompt_tokens),
     )
-    case = planned.case(libra_config.to_dict(config), asked)
+    case = planned.case(libra_config.to_dict(config), request)
     return case.searched().best(case.devices)

@@ -66,7 +66,7 @@ class BackgroundTrials:
     def start(self, work: forecast.Work, plans: Sequence[protocols.Plan]) -> None:
         """Begins to simulate; see `ranking.Trials`. `outcome` tells if the child could not be started."""
         self.close()
-        drawn = [
+        rollouts = [
             scripts.Script(prompt, tuple(dataclasses.replace(turn, start_seconds=0.0, moves=()) for turn in turns))
             for prompt, turns in zip(work.prompts, work.turns, strict=True)
             if turns
@@ -77,12 +77,13 @@ class BackgroundTrials:
         # The child finds the user's modules, such as a policy, where this process finds them.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         try:
-            with tempfile.TemporaryFile() as asked:
-                pickle.dump((dataclasses.replace(self._subject, drawn=drawn), list(plans), self._seconds), asked)
-                asked.seek(0)
+            with tempfile.TemporaryFile() as input_file:
+                subject = dataclasses.replace(self._subject, rollouts=rollouts)
+                pickle.dump((subject, list(plans), self._seconds), input_file)
+                input_file.seek(0)
                 self._child = subprocess.Popen(
                     parent_death.command([sys.executable, "-m", self._module]),
-                    stdin=asked,
+                    stdin=input_file,
                     stdout=answer,
                     stderr=subprocess.STDOUT,
                     env=environment,
@@ -101,15 +102,15 @@ class BackgroundTrials:
         if code is None and self._now() - self._began < self._seconds:
             return None
         if code is None or code == -signal.SIGALRM:
-            found = ranking.Outcome(
+            result = ranking.Outcome(
                 failure=f"the simulations took longer than planner.simulate_seconds = {self._seconds:g}"
             )
         else:
             answer.seek(0)
             lines = answer.read().decode(errors="replace").splitlines() or [f"exit status {code}"]
-            found = _read(lines[-1]) if code == 0 else ranking.Outcome(failure=f"the simulations failed: {lines[-1]}")
+            result = _read(lines[-1]) if code == 0 else ranking.Outcome(failure=f"the simulations failed: {lines[-1]}")
         self.close()
-        return found
+        return result
 
     def close(self) -> None:
         if self._child is not None:

@@ -76,11 +76,11 @@ def allowed_names(text: str) -> tuple[str, ...]:
       ConfigError: a setting does not exist; the message offers the nearest name.
     """
     names = tuple(part.strip().removeprefix("config.") for part in text.split(",") if part.strip())
-    known = dict(_settings(libra_config.RunConfig))
-    mappings = [setting for setting, kind in known.items() if "Mapping" in str(kind)]
+    kinds = dict(_settings(libra_config.RunConfig))
+    mappings = [setting for setting, kind in kinds.items() if "Mapping" in str(kind)]
     for name in names:
-        if name not in known and not any(_covers(mapping, name) for mapping in mappings):
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in kinds and not any(_covers(mapping, name) for mapping in mappings):
+            near = difflib.get_close_matches(name, kinds, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             if name in libra_config.RENAMED:
                 hint = f"; {libra_config.now(name)}"
@@ -153,10 +153,10 @@ def check_model(workdir: Path, stored: Settings, resolved: Settings) -> None:
         return
     differing = [name for name in _TENSORS if before[name] != after[name]]
     if differing:
-        shown = ", ".join(f"{name} {before[name]} there and {after[name]} here" for name in differing)
+        differences = ", ".join(f"{name} {before[name]} there and {after[name]} here" for name in differing)
         raise ConfigError(
             f"config.model.path: {resolved['path']} is of another shape than the model of the checkpoint in {workdir} "
-            f"({shown}); use another workdir, or the old model"
+            f"({differences}); use another workdir, or the old model"
         )
 
 

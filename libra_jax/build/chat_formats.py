@@ -15,10 +15,14 @@ def policy_tokenizer(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> 
     The native loop adds increments to a dialogue, so its template has to be incremental. A harness sends whole
     dialogues, and takes any template.
     """
-    made = tokenizers.create(config.task, config.model.path, incremental=False)
-    if isinstance(made, hugging_face.HuggingFaceTokenizer) and not made.incremental and not drives(config, tools):
-        made.check_incremental()
-    return made
+    tokenizer = tokenizers.create(config.task, config.model.path, incremental=False)
+    if (
+        isinstance(tokenizer, hugging_face.HuggingFaceTokenizer)
+        and not tokenizer.incremental
+        and not drives(config, tools)
+    ):
+        tokenizer.check_incremental()
+    return tokenizer
 
 
 def drives(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> bool:

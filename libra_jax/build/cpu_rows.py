@@ -43,18 +43,18 @@ def sized(
         width = 2 if config.model.compute_dtype == "float32" else 1
         layers = shape.num_layers * meshes.LAYER_ACTIVATIONS[config.model.remat] + meshes.LAYER_ACTIVATIONS["none"]
         fitting = cache / (shards * width * layers * shape.hidden_size)
-        least, most = LEAST_TOKENS / trainer.row_tokens, fitting / trainer.row_tokens
-        rows = shards * 2 ** max(0, math.ceil(math.log2(least)), math.floor(math.log2(most)))
+        min_rows, max_rows = LEAST_TOKENS / trainer.row_tokens, fitting / trainer.row_tokens
+        rows = shards * 2 ** max(0, math.ceil(math.log2(min_rows)), math.floor(math.log2(max_rows)))
     return dataclasses.replace(config, trainer=dataclasses.replace(trainer, rows_per_micro_batch=rows))
 
 
 def _largest(caches: Path) -> int:
     """Returns the bytes of a core's largest cache; 0 if they are unknown."""
-    found = [0]
+    sizes = [0]
     for file in caches.glob("index*/size"):
         try:
             text = file.read_text().strip()
-            found.append(int(text.rstrip("KMG")) * _UNITS.get(text[-1:], 1))
+            sizes.append(int(text.rstrip("KMG")) * _UNITS.get(text[-1:], 1))
         except (OSError, ValueError):
             continue
-    return max(found)
+    return max(sizes)

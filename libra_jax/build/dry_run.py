@@ -41,7 +41,7 @@ def settings(config: libra_config.RunConfig) -> str:
 def describe(
     config: libra_config.RunConfig,
     notes: Sequence[str] = (),
-    scored: Sequence[trial.Scored] = (),
+    reward_results: Sequence[trial.Scored] = (),
     posed: rehearsal.Posed | None = None,
     earned: float | None = None,
 ) -> str:
@@ -50,7 +50,7 @@ def describe(
     Args:
       config: the run's configuration.
       notes: sentences about the replacements of Hugging Face ids.
-      scored: what the reward functions made of `example`.
+      reward_results: what the reward functions made of `example`.
       posed: the first task as the environment poses it; None if it is not known.
       earned: reward of the user's environment for the first task with its own answer; None if it is not known.
     """
@@ -80,7 +80,7 @@ def describe(
         *(_prompt(config, posed) if posed is not None else ()),
         f"reward      {' + '.join(what if weight == 1 else f'{weight:g} x {what}' for weight, what in terms)}",
         *([f"  environment gave {earned:g} {EXAMPLE}"] if earned is not None else []),
-        *(f"  {one.name} gave {one.outcome.value:g} {EXAMPLE}" for one in scored if not one.outcome.problem),
+        *(f"  {one.name} gave {one.outcome.value:g} {EXAMPLE}" for one in reward_results if not one.outcome.problem),
         *_learning(config),
         f"mesh        data={trainer.data} fsdp={trainer.fsdp} tensor={trainer.tensor} context={trainer.context}",
         f"partition   {parts.total} devices",
@@ -106,15 +106,15 @@ def describe(
 
 def _flow(config: libra_config.RunConfig) -> str:
     """Describes how groups and steps flow, where that differs from whole batches of the groups needed."""
-    said, spare = "", config.coordinator.spare_groups
+    text, spare = "", config.coordinator.spare_groups
     if spare:
-        left = "recycled" if config.coordinator.recycle else "aborted"
-        said += f", {spare} more groups under way, those left over {left}"
+        fate = "recycled" if config.coordinator.recycle else "aborted"
+        text += f", {spare} more groups under way, those left over {fate}"
     if config.trainer.stream != "off":
-        said += f", begun by {config.trainer.stream.replace('_', '-')}"
+        text += f", begun by {config.trainer.stream.replace('_', '-')}"
     if config.rollout.loop_workers:
-        said += f", agent loops in {config.rollout.loop_workers} loop workers"
-    return said
+        text += f", agent loops in {config.rollout.loop_workers} loop workers"
+    return text
 
 
 def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> str:
@@ -189,9 +189,9 @@ def _elastic(config: libra_config.RunConfig) -> list[str]:
         over = f"{replica} device{'s' * (replica > 1)}"
         lines.append(f"hybrid      {names}: also a data-parallel replica of the trainer, over {over}")
     if elastic.resize:
-        most, held = wiring.reach(config), config.trainer.devices + elastic.spare_devices
-        where = f"; above {held}, in other processes" if most > held else " in the trainer's process"
-        lines.append(f"resize      plans may change the mesh, to at most {most} devices{where}")
+        largest, local = wiring.reach(config), config.trainer.devices + elastic.spare_devices
+        where = f"; above {local}, in other processes" if largest > local else " in the trainer's process"
+        lines.append(f"resize      plans may change the mesh, to at most {largest} devices{where}")
     return lines
 
 
@@ -211,7 +211,7 @@ def _tasks(config: libra_config.RunConfig) -> list[str]:
     count = f"{len(source):,} to train on" if isinstance(source, Sized) else "generated"
     count += source.describe() if isinstance(source, datasets.FileTasks) else ""
     file = f" from {task.path}" if task.path else ""
-    first = textwrap.shorten(_asked(source.task(0).payload), PROMPT_CHARACTERS, placeholder=" ...")
+    first = textwrap.shorten(_question(source.task(0).payload), PROMPT_CHARACTERS, placeholder=" ...")
     lines = [f"tasks       {task.source}{file}, {count}; the first: {first}"]
     if task.source == f"{datasets.__name__}:task_source":
         named = repr({"prompt_column": "prompt", "answer_column": "answer", **task.arguments})
@@ -223,8 +223,8 @@ def _tasks(config: libra_config.RunConfig) -> list[str]:
 
 def _prompt(config: libra_config.RunConfig, posed: rehearsal.Posed) -> list[str]:
     """Describes the tools, and shows the first prompt as the tokenizer writes it."""
-    told = "in the system message" if config.tools.describe else "not described: config.tools.describe is off"
-    tools = f"{', '.join(posed.tools)} ({config.tools.format} calls; {told})" if posed.tools else "none of tools.use"
+    where = "in the system message" if config.tools.describe else "not described: config.tools.describe is off"
+    tools = f"{', '.join(posed.tools)} ({config.tools.format} calls; {where})" if posed.tools else "none of tools.use"
     try:
         tokenizer = tokenizers.create(config.task, config.model.path, incremental=False)
         tokens = tokenizer.render(list(posed.messages), first=True, generation_prompt=True)
@@ -236,7 +236,7 @@ def _prompt(config: libra_config.RunConfig, posed: rehearsal.Posed) -> list[str]
     return [f"tools       {tools}", f"prompt      the first, as the policy sees it ({count}):", *lines]
 
 
-def _asked(payload: Mapping[str, Any]) -> str:
+def _question(payload: Mapping[str, Any]) -> str:
     """Returns the text of a task's question.
 
     Only the environment knows what the policy sees, and a dry run starts none. The names are those of the questions of
@@ -261,18 +261,18 @@ def example(config: libra_config.RunConfig) -> trial.Example | None:
     except protocols.DataError:
         return None
     answer = answers.accepted(task.payload)[0] if task.payload.get("answer") not in (None, []) else ""
-    asked = _asked(task.payload)
-    messages = protocols.Message("user", asked), protocols.Message("assistant", answer)
+    question = _question(task.payload)
+    messages = protocols.Message("user", question), protocols.Message("assistant", answer)
     # As the run's tokenizer writes it, because a reward function may look for the tokens of the chat template.
     try:
         tokenizer = tokenizers.create(config.task, config.model.path, incremental=False)
         prompt = tokenizer.render(messages[:1], first=True, generation_prompt=True)
-        asked = tokenizer.decode(prompt)
+        question = tokenizer.decode(prompt)
         dialogue = tokenizer.decode([*prompt, *tokenizer.encode(answer), tokenizer.stop_token_ids[0]])
     except protocols.LibraError:  # the tokenizer is not on this machine
-        dialogue = f"{asked}\n{answer}"
+        dialogue = f"{question}\n{answer}"
     right = scoring.Transcript(answer, answer, messages=messages, environment_reward=1.0, dialogue=dialogue)
-    silent = scoring.Transcript("", messages=messages[:1], environment_reward=0.0, dialogue=asked)
+    silent = scoring.Transcript("", messages=messages[:1], environment_reward=0.0, dialogue=question)
     return trial.Example(task, right, silent)
 
 
@@ -287,34 +287,34 @@ def try_rewards(config: libra_config.RunConfig) -> None:
     """
     if not config.reward.functions:
         return
-    scored = trial.functions(config.reward, example(config))
-    surely, _ = failures(config, scored)
+    reward_results = trial.functions(config.reward, example(config))
+    surely, _ = failures(config, reward_results)
     if surely:
         raise protocols.ConfigError("; ".join(surely))
-    for sentence in unearned(scored):
+    for sentence in unearned(reward_results):
         print(f"warning: {sentence}.", file=sys.stderr)
 
 
-def unearned(scored: Sequence[trial.Scored]) -> list[str]:
+def unearned(reward_results: Sequence[trial.Scored]) -> list[str]:
     """Returns sentences for the reward functions that pay for an empty output to the first task, or fail with it."""
     return [
         f"config.reward.functions.{one.name}: {one.silent.problem or f'gave {one.silent.value:g}'} for the first task "
         "with an empty output, which a policy may write"
-        for one in scored
+        for one in reward_results
         if one.silent is not None and not one.outcome.problem and (one.silent.problem or one.silent.value > 0)
     ]
 
 
-def failures(config: libra_config.RunConfig, scored: Sequence[trial.Scored]) -> tuple[list[str], list[str]]:
+def failures(config: libra_config.RunConfig, reward_results: Sequence[trial.Scored]) -> tuple[list[str], list[str]]:
     """Returns sentences for the reward functions that a run would fail with, and for those that it might fail with."""
     surely, perhaps = [], []
-    for one in scored:
+    for one in reward_results:
         function = config.reward.parsed()[one.name]
         called = resolving.shown(function.factory, function.arguments)
-        said = f"config.reward.functions.{one.name}: {called} {one.outcome.problem} {EXAMPLE}"
+        sentence = f"config.reward.functions.{one.name}: {called} {one.outcome.problem} {EXAMPLE}"
         if one.failed:
-            surely.append(said)
+            surely.append(sentence)
         elif one.outcome.problem:
             why = "a run waits longer" if one.slow else "the transcript is made up here, so a real one may fare better"
-            perhaps.append(f"{said}; {why}")
-    return surely, perhaps + unearned(scored)
+            perhaps.append(f"{sentence}; {why}")
+    return surely, perhaps + unearned(reward_results)

@@ -44,7 +44,7 @@ CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """What the flags of launch/evaluate.py ask for. None leaves a value to the config.
 
     Attributes:
@@ -113,19 +113,19 @@ class Evaluated:
     metrics: dict[str, float]
 
 
-def evaluate(asked: Asked, given: libra_config.RunConfig | None) -> Evaluated:
+def evaluate(request: EvaluationRequest, explicit_config: libra_config.RunConfig | None) -> Evaluated:
     """Rolls out all attempts with the config's own environments and engines, and estimates.
 
     Args:
-      asked: what to evaluate, and how.
-      given: config of --config; None takes the one of the run's folder.
+      request: what to evaluate, and how.
+      explicit_config: config of --config; None takes the one of the run's folder.
     """
-    config, checkpoint, source = chosen(asked, given)
-    config = _with_flags(config, asked)
-    k = _checked_k(asked, config.evaluation.attempts)
-    config = _with_tasks(located(config, asked), asked)
-    found, _ = asyncio.run(api.score(config, checkpoint))
-    return estimated(found.scores, config.evaluation, k, source, found.metrics)
+    config, checkpoint, source = chosen(request, explicit_config)
+    config = _with_flags(config, request)
+    k = _checked_k(request, config.evaluation.attempts)
+    config = _with_tasks(located(config, request), request)
+    result, _ = asyncio.run(api.score(config, checkpoint))
+    return estimated(result.scores, config.evaluation, k, source, result.metrics)
 
 
 def estimated(
@@ -138,10 +138,10 @@ def estimated(
     """Estimates mean reward and pass@k with their intervals. A task with fewer than k scored attempts has no pass@k."""
     rewards = [one.mean for one in tasks if one.rewards]
     pass_at = {}
-    for each in k:
-        values = [value for one in tasks if (value := one.pass_at(each, settings.threshold)) is not None]
+    for k_value in k:
+        values = [value for one in tasks if (value := one.pass_at(k_value, settings.threshold)) is not None]
         if values:
-            pass_at[each] = interval(values)
+            pass_at[k_value] = interval(values)
     return Evaluated(
         source,
         tasks,
@@ -174,7 +174,7 @@ def interval(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def chosen(
-    asked: Asked, given: libra_config.RunConfig | None
+    request: EvaluationRequest, explicit_config: libra_config.RunConfig | None
 ) -> tuple[libra_config.RunConfig, checkpoint_store.Stored | None, str]:
     """Returns config, checkpoint (None: the config's model) and title."""
 
@@ -183,38 +183,39 @@ def chosen(
             raise protocols.ConfigError(problem)
 
     need(
-        (asked.workdir is None) != (asked.model is None),
+        (request.workdir is None) != (request.model is None),
         "--workdir: give either --workdir=RUN, or --model=DIR with --config=FILE, not both and not neither",
     )
-    if asked.model is not None:
-        need(given is not None, "--model: needs --config=FILE, which names tasks, environment and engine")
-        need(asked.step is None, "--step: chooses a checkpoint of --workdir, and --model is one set of weights")
-        assert given is not None
-        model = dataclasses.replace(given.model, path=asked.model)
-        return dataclasses.replace(given, model=model), None, asked.model
-    assert asked.workdir is not None
+    if request.model is not None:
+        need(explicit_config is not None, "--model: needs --config=FILE, which names tasks, environment and engine")
+        need(request.step is None, "--step: chooses a checkpoint of --workdir, and --model is one set of weights")
+        assert explicit_config is not None
+        model = dataclasses.replace(explicit_config.model, path=request.model)
+        return dataclasses.replace(explicit_config, model=model), None, request.model
+    assert request.workdir is not None
     need(
-        given is None,
-        f"--config: --workdir={asked.workdir} has its own config; leave --config out, or evaluate "
-        f"--model={asked.workdir / 'model'} with it",
+        explicit_config is None,
+        f"--config: --workdir={request.workdir} has its own config; leave --config out, or evaluate "
+        f"--model={request.workdir / 'model'} with it",
     )
-    config = read_config(asked.workdir)
-    if asked.step is not None:
-        counting = checkpoint_store.counting(asked.workdir)
+    config = read_config(request.workdir)
+    if request.step is not None:
+        counting = checkpoint_store.counting(request.workdir)
         steps = ", ".join(map(str, sorted(counting))) or "none"
-        need(asked.step in counting, f"--step={asked.step}: {asked.workdir} has checkpoints of steps {steps}")
-        stored = checkpoint_store.checked(asked.workdir, counting[asked.step])
-        return config, stored, f"{config.name}, step {asked.step}"
-    found = workdirs.newest(asked.workdir)
-    if found.stored is not None:
-        api.tell_skipped(found)
-        return config, found.stored, f"{config.name}, step {found.step}"
-    export = asked.workdir / "model"
+        need(request.step in counting, f"--step={request.step}: {request.workdir} has checkpoints of steps {steps}")
+        stored = checkpoint_store.checked(request.workdir, counting[request.step])
+        return config, stored, f"{config.name}, step {request.step}"
+    newest = workdirs.newest(request.workdir)
+    if newest.stored is not None:
+        api.tell_skipped(newest)
+        return config, newest.stored, f"{config.name}, step {newest.step}"
+    export = request.workdir / "model"
     if not any(export.glob("*.safetensors")):
         raise protocols.DataError(
-            f"--workdir={asked.workdir}: holds no checkpoint and no exported model yet; name a run that has written one"
+            f"--workdir={request.workdir}: holds no checkpoint and no exported model yet; name a run that has written "
+            "one"
         )
-    print(f"note: {asked.workdir} has no checkpoint, so its export {export} is evaluated.", file=sys.stderr)
+    print(f"note: {request.workdir} has no checkpoint, so its export {export} is evaluated.", file=sys.stderr)
     # An export of a run with an adapter holds the merged weights.
     merged = dataclasses.replace(config.model, path=str(export), lora=libra_config.LoraConfig())
     return dataclasses.replace(config, model=merged), None, f"{config.name}, exported model"
@@ -239,13 +240,15 @@ def read_config(workdir: Path) -> libra_config.RunConfig:
         raise protocols.DataError(f"--workdir={workdir}: {path} is no config of this version ({error})") from error
 
 
-def _with_flags(config: libra_config.RunConfig, asked: Asked) -> libra_config.RunConfig:
+def _with_flags(config: libra_config.RunConfig, request: EvaluationRequest) -> libra_config.RunConfig:
     """Returns the config with the flags' settings of the evaluation; an error names the flag."""
-    given = {
-        name: value for name in ("attempts", "threshold", "temperature") if (value := getattr(asked, name)) is not None
+    flags = {
+        name: value
+        for name in ("attempts", "threshold", "temperature")
+        if (value := getattr(request, name)) is not None
     }
     try:
-        settings = dataclasses.replace(config.evaluation, **given)
+        settings = dataclasses.replace(config.evaluation, **flags)
     except protocols.ConfigError as error:
         sentence = str(error)
         for name in ("attempts", "threshold", "temperature"):
@@ -256,9 +259,9 @@ def _with_flags(config: libra_config.RunConfig, asked: Asked) -> libra_config.Ru
     return dataclasses.replace(config, evaluation=settings)
 
 
-def _checked_k(asked: Asked, attempts: int) -> tuple[int, ...]:
+def _checked_k(request: EvaluationRequest, attempts: int) -> tuple[int, ...]:
     """Returns the values of k. Refuses those that the attempts do not estimate."""
-    k = tuple(sorted(set(asked.k))) or scores.usual_k(attempts)
+    k = tuple(sorted(set(request.k))) or scores.usual_k(attempts)
     if k[0] < 1:
         raise protocols.ConfigError(f"--k={k[0]}: must be positive; write it as --k=1,4,8")
     if k[-1] > attempts:
@@ -269,30 +272,33 @@ def _checked_k(asked: Asked, attempts: int) -> tuple[int, ...]:
     return k
 
 
-def located(config: libra_config.RunConfig, asked: Asked) -> libra_config.RunConfig:
+def located(config: libra_config.RunConfig, request: EvaluationRequest) -> libra_config.RunConfig:
     """Returns the config with the path of --tasks, and with local paths in place of Hugging Face ids."""
-    if asked.tasks is not None:
-        config = dataclasses.replace(config, task=dataclasses.replace(config.task, path=asked.tasks))
-    found = hub.resolved(config, download=True)
-    if found.problems:
-        raise protocols.DataError("; ".join(found.problems))
-    if asked.model is not None and not any(Path(found.config.model.path).glob("*.safetensors")):
-        there = "holds no *.safetensors" if Path(found.config.model.path).is_dir() else "there is no such directory"
-        raise protocols.DataError(f"--model={asked.model}: {there}; give a directory of weights, or a Hugging Face id")
-    return found.config
+    if request.tasks is not None:
+        config = dataclasses.replace(config, task=dataclasses.replace(config.task, path=request.tasks))
+    resolution = hub.resolved(config, download=True)
+    if resolution.problems:
+        raise protocols.DataError("; ".join(resolution.problems))
+    if request.model is not None and not any(Path(resolution.config.model.path).glob("*.safetensors")):
+        is_folder = Path(resolution.config.model.path).is_dir()
+        there = "holds no *.safetensors" if is_folder else "there is no such directory"
+        raise protocols.DataError(
+            f"--model={request.model}: {there}; give a directory of weights, or a Hugging Face id"
+        )
+    return resolution.config
 
 
 # Tasks ----------------------------------------------------------------------------------------------------------------
 
 
-def _with_tasks(config: libra_config.RunConfig, asked: Asked) -> libra_config.RunConfig:
+def _with_tasks(config: libra_config.RunConfig, request: EvaluationRequest) -> libra_config.RunConfig:
     """Returns the config with a source of the tasks to evaluate, each of them once.
 
     An interval over tasks would be too narrow if a source that begins again past its end gave some tasks twice.
     """
-    if asked.most_tasks is not None and asked.most_tasks < 1:
-        raise protocols.ConfigError(f"--most_tasks={asked.most_tasks}: must be positive")
-    tasks = _tasks_of_file(config, asked) if asked.tasks is not None else _held_out(config, asked)
+    if request.most_tasks is not None and request.most_tasks < 1:
+        raise protocols.ConfigError(f"--most_tasks={request.most_tasks}: must be positive")
+    tasks = _tasks_of_file(config, request) if request.tasks is not None else _held_out(config, request)
     listed = evaluation.distinct(tasks, lambda sentence: print(f"--tasks: {sentence}.", file=sys.stderr))
     name = resolving.give(lambda seed: objects.Listed(listed), "task.source", name="evaluated", text=str(len(listed)))
     return dataclasses.replace(
@@ -302,12 +308,12 @@ def _with_tasks(config: libra_config.RunConfig, asked: Asked) -> libra_config.Ru
     )
 
 
-def _held_out(config: libra_config.RunConfig, asked: Asked) -> list[protocols.Task]:
+def _held_out(config: libra_config.RunConfig, request: EvaluationRequest) -> list[protocols.Task]:
     """Returns the first held-out tasks of the config's source."""
     source = factories.task_source(config.task, config.seed)
     try:
         with resolving.named(config.task.source, "task.source", "evaluation_task"):
-            return [source.evaluation_task(index) for index in range(asked.most_tasks or config.evaluation.tasks)]
+            return [source.evaluation_task(index) for index in range(request.most_tasks or config.evaluation.tasks)]
     except protocols.DataError as error:
         raise protocols.DataError(
             f"--tasks: none is given, and the run holds no task out ({str(error).partition(';')[0]}); give the tasks "
@@ -315,7 +321,7 @@ def _held_out(config: libra_config.RunConfig, asked: Asked) -> list[protocols.Ta
         ) from error
 
 
-def _tasks_of_file(config: libra_config.RunConfig, asked: Asked) -> list[protocols.Task]:
+def _tasks_of_file(config: libra_config.RunConfig, request: EvaluationRequest) -> list[protocols.Task]:
     """Returns the tasks of --tasks, read by the config's own source: all of them, unless the source holds some out."""
     try:
         try:  # nothing is trained, so nothing has to be held out
@@ -325,64 +331,64 @@ def _tasks_of_file(config: libra_config.RunConfig, asked: Asked) -> list[protoco
             source = factories.task_source(config.task, config.seed)
     except protocols.LibraError as error:
         sentence = str(error).removeprefix("config.task.path: ").replace("config.task.path", "--tasks")
-        raise type(error)(f"--tasks={asked.tasks}: {sentence}") from error
+        raise type(error)(f"--tasks={request.tasks}: {sentence}") from error
     with resolving.named(config.task.source, "task.source", "a task"):
         if hasattr(source, "__len__"):
-            return [source.task(index) for index in range(min(len(source), asked.most_tasks or len(source)))]
-        return [source.evaluation_task(index) for index in range(asked.most_tasks or config.evaluation.tasks)]
+            return [source.task(index) for index in range(min(len(source), request.most_tasks or len(source)))]
+        return [source.evaluation_task(index) for index in range(request.most_tasks or config.evaluation.tasks)]
 
 
 # What is shown --------------------------------------------------------------------------------------------------------
 
 
-def table(made: Evaluated) -> str:
+def table(result: Evaluated) -> str:
     """Returns a line for each task, the least solved first, and the estimates with their intervals."""
-    tasks = sorted(made.tasks, key=lambda one: one.mean if one.rewards else -1.0)
+    tasks = sorted(result.tasks, key=lambda one: one.mean if one.rewards else -1.0)
     rows = [("task", "solved", "mean reward")]
     for one in tasks[:MOST_LINES]:
-        solved = f"{one.solved(made.threshold)}/{len(one.rewards)}"
+        solved = f"{one.solved(result.threshold)}/{len(one.rewards)}"
         rows.append((one.task, solved, f"{one.mean:.3f}" if one.rewards else "not scored"))
     width = max(len(row[0]) for row in rows)
     lines = [f"{name:{width}}  {solved:>7}  {reward:>11}" for name, solved, reward in rows]
     if len(tasks) > MOST_LINES:
         lines.append(f"... and {len(tasks) - MOST_LINES} tasks more, in {FILE}")
-    each = f"{made.attempts} attempts" if made.attempts > 1 else "1 attempt"
-    lines += ["", f"{made.source}: {len(tasks)} tasks, {each} each, temperature {made.temperature:g}"]
-    lines += [f"{'mean reward':12} {made.reward}"]
-    lines += [f"{f'pass@{k}':12} {estimate}" for k, estimate in made.pass_at.items()]
+    attempts = f"{result.attempts} attempts" if result.attempts > 1 else "1 attempt"
+    lines += ["", f"{result.source}: {len(tasks)} tasks, {attempts} each, temperature {result.temperature:g}"]
+    lines += [f"{'mean reward':12} {result.reward}"]
+    lines += [f"{f'pass@{k}':12} {estimate}" for k, estimate in result.pass_at.items()]
     lines.append(
-        f"[in brackets: {LEVEL:.0%} bootstrap intervals over tasks; solved: reward at least {made.threshold:g}]"
+        f"[in brackets: {LEVEL:.0%} bootstrap intervals over tasks; solved: reward at least {result.threshold:g}]"
     )
     if unscored := sum(one.unscored for one in tasks):
         lines.append(f"{unscored} rollouts are left out, because their environment kept crashing")
     return "\n".join(lines)
 
 
-def to_json(made: Evaluated) -> str:
+def to_json(result: Evaluated) -> str:
     """Returns the estimates and every task's rewards as JSON."""
-    shown = {
-        "source": made.source,
-        "attempts": made.attempts,
-        "threshold": made.threshold,
-        "temperature": made.temperature,
+    record = {
+        "source": result.source,
+        "attempts": result.attempts,
+        "threshold": result.threshold,
+        "temperature": result.temperature,
         "interval": LEVEL,
-        "reward": dataclasses.asdict(made.reward),
-        "pass_at": {str(k): dataclasses.asdict(estimate) for k, estimate in made.pass_at.items()},
-        "metrics": made.metrics,
+        "reward": dataclasses.asdict(result.reward),
+        "pass_at": {str(k): dataclasses.asdict(estimate) for k, estimate in result.pass_at.items()},
+        "metrics": result.metrics,
         "tasks": [
             {
                 "task": one.task,
-                "solved": one.solved(made.threshold),
+                "solved": one.solved(result.threshold),
                 "rewards": list(one.rewards),
                 "unscored": one.unscored,
             }
-            for one in made.tasks
+            for one in result.tasks
         ],
     }
-    return json.dumps(shown, indent=1) + "\n"
+    return json.dumps(record, indent=1) + "\n"
 
 
-def write(made: Evaluated, folder: Path) -> None:
+def write(result: Evaluated, folder: Path) -> None:
     """Writes the JSON file and the picture into the output folder.
 
     Raises:
@@ -390,29 +396,29 @@ def write(made: Evaluated, folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(to_json(made))
-        write_picture(made, folder / PICTURE)
+        (folder / FILE).write_text(to_json(result))
+        write_picture(result, folder / PICTURE)
     except OSError as error:
         raise protocols.DataError(f"--output: {folder} cannot be written ({error.strerror or error})") from error
 
 
-def write_picture(made: Evaluated, path: Path) -> None:
+def write_picture(result: Evaluated, path: Path) -> None:
     """Draws pass@k with its intervals over k, and how many tasks had how many of their attempts solved."""
-    title = [made.source, f"{len(made.tasks)} tasks, {made.attempts} attempt{'s' * (made.attempts > 1)} each"]
+    title = [result.source, f"{len(result.tasks)} tasks, {result.attempts} attempt{'s' * (result.attempts > 1)} each"]
     with report.picture_axes(path, 4.4, title, rows=(1.4, 1.0)) as (above, below):
-        k = list(made.pass_at)
-        values = [estimate.value for estimate in made.pass_at.values()]
+        k = list(result.pass_at)
+        values = [estimate.value for estimate in result.pass_at.values()]
         errors = [
-            [estimate.value - estimate.low for estimate in made.pass_at.values()],
-            [estimate.high - estimate.value for estimate in made.pass_at.values()],
+            [estimate.value - estimate.low for estimate in result.pass_at.values()],
+            [estimate.high - estimate.value for estimate in result.pass_at.values()],
         ]
         above.errorbar(range(len(k)), values, yerr=errors, fmt="o-", color="#4c78a8", capsize=4, label="pass@k")
-        above.axhline(made.reward.value, color="#54a24b", linestyle="--", linewidth=1.2, label="mean reward")
+        above.axhline(result.reward.value, color="#54a24b", linestyle="--", linewidth=1.2, label="mean reward")
         every = -(-len(k) // MOST_TICKS)  # labels that stand too close run into each other
-        above.set_xticks(range(0, len(k), every), [str(each) for each in k[::every]])
+        above.set_xticks(range(0, len(k), every), [str(k_value) for k_value in k[::every]])
         above.set(xlabel="k", xlim=(-0.5, len(k) - 0.5))
-        solved = [one.solved(made.threshold) for one in made.tasks if one.rewards]
-        counts = np.bincount(solved, minlength=made.attempts + 1)
+        solved = [one.solved(result.threshold) for one in result.tasks if one.rewards]
+        counts = np.bincount(solved, minlength=result.attempts + 1)
         below.bar(range(len(counts)), counts, color="#4c78a8")
         below.set(xlabel="solved attempts of a task", ylabel="tasks")
         for axis in (below.xaxis, below.yaxis):

@@ -74,7 +74,7 @@ class Setting:
 
 def candidates(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> Iterator[Setting]:
     """Yields changed configurations that the model can be divided by, the gentlest change first."""
-    seen, before = set(), config.trainer
+    flag_sets, before = set(), config.trainer
     before = dataclasses.replace(before, rows_per_micro_batch=before.micro_batch_rows)
     for change in _CHANGES:
         fsdp, tensor = change.fsdp * before.fsdp, change.tensor * before.tensor
@@ -86,7 +86,7 @@ def candidates(config: libra_config.RunConfig, shape: model_config.TransformerCo
         try:
             mesh = {"fsdp": fsdp, "tensor": tensor, "context": context}
             after = dataclasses.replace(before, fsdp=fsdp, tensor=tensor, context=context, rows_per_micro_batch=rows)
-            made = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat), trainer=after)
+            candidate = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat), trainer=after)
             feasibility.check_mesh(shape, mesh)
             for tokens in (after.row_tokens, *after.row_buckets):
                 feasibility.check_context(shape.num_heads // tensor, context, tokens)
@@ -98,9 +98,9 @@ def candidates(config: libra_config.RunConfig, shape: model_config.TransformerCo
                 named.append(f"--config.trainer.{name}={getattr(after, name)}")
         flags = " ".join(named)
         # Different changes may come to the same configuration.
-        if flags and flags not in seen and rows % shards == 0:
-            seen.add(flags)
-            yield Setting(made, flags)
+        if flags and flags not in flag_sets and rows % shards == 0:
+            flag_sets.add(flags)
+            yield Setting(candidate, flags)
 
 
 def search(
@@ -123,10 +123,10 @@ def search(
     """
     # The formula ranks; how far it is off on the given configuration corrects it.
     off = measured / memory.trainer_bytes(config, shape)
-    found: list[tuple[Setting, float]] = []
+    fits: list[tuple[Setting, float]] = []
     tried = 0
     for setting in candidates(config, shape):
-        if len(found) == WANTED or tried == MOST_TRIED:
+        if len(fits) == WANTED or tried == MOST_TRIED:
             break
         if off * memory.trainer_bytes(setting.config, shape) > HOPEFUL * room:
             continue
@@ -134,5 +134,5 @@ def search(
         needed = measure(setting.config)
         tell(setting, needed)
         if needed <= room:
-            found.append((setting, needed))
-    return found
+            fits.append((setting, needed))
+    return fits

@@ -26,10 +26,10 @@ def environment(trainer: libra_config.TrainerConfig) -> dict[str, str]:
 
     A value that the user set for the tunable stays. Other tunables of the user stay beside ours.
     """
-    given = os.environ.get(VARIABLE, "")
-    if trainer.platform != "cpu" or not trainer.huge_pages or _TUNABLE in given:
+    tunables = os.environ.get(VARIABLE, "")
+    if trainer.platform != "cpu" or not trainer.huge_pages or _TUNABLE in tunables:
         return {}
-    return {VARIABLE: ":".join(filter(None, (given, f"{_TUNABLE}=1")))}
+    return {VARIABLE: ":".join(filter(None, (tunables, f"{_TUNABLE}=1")))}
 
 
 def restart(config: libra_config.RunConfig, kernel: Path = _KERNEL) -> None:
@@ -39,8 +39,8 @@ def restart(config: libra_config.RunConfig, kernel: Path = _KERNEL) -> None:
       config: configuration of the run.
       kernel: file with the kernel's choices; the one in use is in brackets.
     """
-    wanted = environment(config.trainer)
-    if not wanted or config.cluster.backend != "inprocess":
+    variables = environment(config.trainer)
+    if not variables or config.cluster.backend != "inprocess":
         return
     try:
         if "[madvise]" not in kernel.read_text():
@@ -48,4 +48,4 @@ def restart(config: libra_config.RunConfig, kernel: Path = _KERNEL) -> None:
     except OSError:
         return
     sys.stdout.flush()
-    os.execve(sys.executable, sys.orig_argv, {**os.environ, **wanted})
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, **variables})

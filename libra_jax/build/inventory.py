@@ -68,17 +68,17 @@ def parse(text: Sequence[str]) -> dict[str, int]:
     Raises:
       ConfigError: an entry cannot be read, names no sheet or comes twice, or there are fewer than two accelerators.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for entry in text:
         name, _, count = entry.partition(":")
         if not count.isdigit() or not int(count):
             raise protocols.ConfigError(f"{FIELD}: {entry!r} is no kind and number; write --inventory=h800:32,h20:32")
-        if name in found:
+        if name in counts:
             raise protocols.ConfigError(f"{FIELD}: {name} comes twice; add its numbers up")
-        found[hardware.sheet(name, FIELD).name] = int(count)
-    if sum(found.values()) < 2:
+        counts[hardware.sheet(name, FIELD).name] = int(count)
+    if sum(counts.values()) < 2:
         raise protocols.ConfigError(f"{FIELD}: one accelerator cannot train and roll out; give at least two")
-    return found
+    return counts
 
 
 def assign(
@@ -107,9 +107,9 @@ def assign(
     run = dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, max_remaining_tokens=()))
     work, size = comparison.workload(run), run.coordinator.group_size
     tasks = run.steps * run.coordinator.groups_per_step
-    drawn = [work.script(task, sample) for task in range(0, tasks, max(1, tasks // 64)) for sample in range(size)]
+    rollouts = [work.script(task, sample) for task in range(0, tasks, max(1, tasks // 64)) for sample in range(size)]
     ranked = sorted(
-        (Assignment(laid, _bound(laid, work)) for laid in _layouts(run, inventory, drawn)),
+        (Assignment(laid, _bound(laid, work)) for laid in _layouts(run, inventory, rollouts)),
         key=lambda one: one.bound_seconds,
     )
     if not ranked:
@@ -143,10 +143,10 @@ def _fewest(run: settings.SimulatedRun, name: str, count: int) -> int:
 
 
 def _layouts(
-    run: settings.SimulatedRun, inventory: Mapping[str, int], drawn: Sequence[scripts.Script]
+    run: settings.SimulatedRun, inventory: Mapping[str, int], rollouts: Sequence[scripts.Script]
 ) -> Iterator[settings.SimulatedRun]:
     """Yields the run under every assignment of the grid that holds its contexts."""
-    context = statistics.fmean(script.context_tokens / 2 for script in drawn)
+    context = statistics.fmean(script.context_tokens / 2 for script in rollouts)
     splits = {
         (name, max(fewest, count * eighths // 8))
         for name, count in inventory.items()
@@ -155,14 +155,16 @@ def _layouts(
     }
     choices = list(itertools.product(DEGREES, repeat=len(inventory)))
     for (trains, devices), degrees in itertools.product(sorted(splits), choices):
-        left = {name: count - devices * (name == trains) for name, count in inventory.items()}
+        remaining = {name: count - devices * (name == trains) for name, count in inventory.items()}
         kinds = tuple(
             (degree, name)
-            for (name, count), degree in zip(left.items(), degrees, strict=True)
+            for (name, count), degree in zip(remaining.items(), degrees, strict=True)
             for _ in range(count // degree)
         )
         # Degrees of a kind that rolls out nothing would yield one layout several times.
-        idle = any(not left[name] and degree != DEGREES[0] for name, degree in zip(left, degrees, strict=True))
+        idle = any(
+            not remaining[name] and degree != DEGREES[0] for name, degree in zip(remaining, degrees, strict=True)
+        )
         if idle or not kinds:
             continue
         rollout = dataclasses.replace(
@@ -171,7 +173,7 @@ def _layouts(
             accelerators=tuple(name for _, name in kinds),
             slots_by_instance=(),
         )
-        bounds = workloads.fitted_bounds(drawn, kinds)
+        bounds = workloads.fitted_bounds(rollouts, kinds)
         laid = dataclasses.replace(
             run,
             rollout=rollout,

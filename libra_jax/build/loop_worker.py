@@ -32,11 +32,11 @@ def create(config: Mapping[str, Any], workdir: str) -> loop_worker.Worker:
     cluster = inprocess.InProcessCluster(shutdown_seconds=parsed.deadlines.shutdown)
     head = parsed.cluster.address
     address = machine.cluster_address(head) if head else machine.LOOPBACK
-    return loop_worker.Worker(parsed, cluster, Path(workdir), opened, address)
+    return loop_worker.Worker(parsed, cluster, Path(workdir), open_agent, address)
 
 
 @contextlib.asynccontextmanager
-async def opened(run: run_context.RunContext) -> AsyncIterator[rollouts.RolloutAgent]:
+async def open_agent(run: run_context.RunContext) -> AsyncIterator[rollouts.RolloutAgent]:
     """Opens tools and reward, and yields the agent. It has no teacher: the coordinator asks that.
 
     Raises:

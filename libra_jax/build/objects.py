@@ -29,8 +29,8 @@ QUESTIONS = "libra_jax.environments.question:environment"
 def need(config: object, kind: type, name: str) -> None:
     """Raises ConfigError unless the config is of this kind, whose public name the sentence gives."""
     if not isinstance(config, kind):
-        given = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
-        raise protocols.ConfigError(f"config: must be a {name}, not {given}")
+        description = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
+        raise protocols.ConfigError(f"config: must be a {name}, not {description}")
 
 
 def with_objects(
@@ -77,18 +77,18 @@ def with_objects(
         function = {"factory": resolving.ITSELF, "arguments": named}
         values["reward"]["functions"] = {**values["reward"]["functions"], "reward": function}
         values["reward"]["environment_weight"] = 0.0
-    made = libra_config.parse(type(config), values)
+    result = libra_config.parse(type(config), values)
     alone = [name for name in (task["source"], task["environment"]) if name.startswith(f"{resolving.GIVEN}:")]
     if reward is not None and named["name"].startswith(f"{resolving.GIVEN}:"):
         alone.append(named["name"])
     libra_config.check(
-        not alone or made.cluster.backend == "inprocess",
+        not alone or result.cluster.backend == "inprocess",
         "cluster.backend",
-        f"{made.cluster.backend} runs workers in other processes, which cannot see "
+        f"{result.cluster.backend} runs workers in other processes, which cannot see "
         f"{', '.join(map(resolving.shown, alone))} of this program; "
         "put them into a module, or set cluster.backend=inprocess",
     )
-    return made
+    return result
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ def _source(tasks: Tasks, seed: int, holdout: float) -> str:
     rows = list(tasks)
     datasets.of_rows(rows, seed)  # reports errors in the rows before anything is written
 
-    def made(seed: int, holdout: float = holdout) -> protocols.TaskSource:
+    def make_source(seed: int, holdout: float = holdout) -> protocols.TaskSource:
         if holdout < 1:
             return datasets.of_rows(rows, seed, holdout)
         return Listed([protocols.Task(f"tasks-{number}", dict(row)) for number, row in enumerate(rows)])
 
     # Two names, so that an evaluation beside a run on the same rows does not replace the run's tasks.
     name = "tasks" if holdout < 1 else "evaluated"
-    return resolving.give(made, "task.source", name=name, text=json.dumps(rows, sort_keys=True, default=str))
+    return resolving.give(make_source, "task.source", name=name, text=json.dumps(rows, sort_keys=True, default=str))

@@ -90,7 +90,7 @@ COUNTS_IN_RUN = {"simulation.hardware": "planner.hardware", "simulation.model": 
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """The command line's choices of machine, model and lengths; None leaves the choice to the config.
 
     Attributes:
@@ -99,8 +99,8 @@ class Asked:
       accelerators: number of accelerators to split.
       trace: file to take rollouts from.
       workload: synthetic workload to take rollouts from.
-      wanted: wanted lengths of the rollouts.
-      given: fields of the config that the command line sets.
+      lengths: wanted lengths of the rollouts.
+      overrides: fields of the config that the command line sets.
     """
 
     hardware: str | None = None
@@ -108,13 +108,13 @@ class Asked:
     accelerators: int | None = None
     trace: str | None = None
     workload: str | None = None
-    wanted: scripts.Wanted = dataclasses.field(default_factory=scripts.Wanted)
-    given: frozenset[str] = frozenset()
+    lengths: scripts.Wanted = dataclasses.field(default_factory=scripts.Wanted)
+    overrides: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.trace is not None and self.workload is not None:
             raise protocols.ConfigError("--workload: --trace says what rollouts are like; give one of the two")
-        if self.trace is not None and self.wanted:
+        if self.trace is not None and self.lengths:
             raise protocols.ConfigError(
                 "--trace: has lengths of its own; leave out --generated_tokens, --turns, --payload_tokens and "
                 "--prompt_tokens, or the trace"
@@ -130,7 +130,8 @@ class Asked:
     @property
     def length_flags(self) -> tuple[str, ...]:
         """Names of the flags that set the lengths."""
-        changed = (item.name for item in dataclasses.fields(self.wanted) if getattr(self.wanted, item.name) is not None)
+        names = (item.name for item in dataclasses.fields(self.lengths))
+        changed = (name for name in names if getattr(self.lengths, name) is not None)
         flags = ("generated_tokens" if name == "generated" else name for name in changed)
         return (*(("workload",) if self.workload is not None else ()), *flags)
 
@@ -154,11 +155,11 @@ class Work:
     cut: float = 0.0
 
     @classmethod
-    def of(cls, run: libra_config.RunConfig, source: str, drawn: Sequence[scripts.Script]) -> Work:
+    def of(cls, run: libra_config.RunConfig, source: str, rollouts: Sequence[scripts.Script]) -> Work:
         """Returns the work of a run's step, from a sample of its rollouts, which end where their context is full."""
         count, longest = run.coordinator.groups_per_step * run.coordinator.group_size, run.rollout.max_context
-        fitting = [scripts.cut(script, longest) for script in drawn]
-        share = sum(one is not script for one, script in zip(fitting, drawn, strict=True)) / max(1, len(drawn))
+        fitting = [scripts.cut(script, longest) for script in rollouts]
+        share = sum(one is not script for one, script in zip(fitting, rollouts, strict=True)) / max(1, len(rollouts))
         prompts, turns = [script.prompt_tokens for script in fitting], [script.turns for script in fitting]
         return cls(source, prompts, turns, count, share)
 
@@ -287,19 +288,19 @@ class Case:
         }
 
 
-def case(values: Mapping[str, Any], asked: Asked) -> Case:
+def case(values: Mapping[str, Any], request: PlanRequest) -> Case:
     """Builds the case to plan.
 
     Args:
       values: values of the config file, simulated or real, with the command line's overrides.
-      asked: the other flags.
+      request: the other flags.
 
     Raises:
       ConfigError: values contradict each other, or one is given twice; the message names it.
       DataError: the trace or the model directory cannot be used.
     """
-    if asked.model is not None:
-        asked = dataclasses.replace(asked, model=model_config.preset_of(asked.model))
+    if request.model is not None:
+        request = dataclasses.replace(request, model=model_config.preset_of(request.model))
     if values["cluster"]["accelerators_per_host"]:  # a run over hosts has Ray, and the job launchers set it
         values = {**values, "cluster": {**values["cluster"], "backend": "ray"}}
     simulated, batch = "simulation" in values, values["coordinator"]
@@ -312,12 +313,12 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
     fields = {"hardware": "planner.hardware", "model": "model.preset"}
     if simulated:
         fields = {"hardware": "simulation.hardware", "model": "simulation.model"}
-    named = {flag: field for flag, field in fields.items() if getattr(asked, flag) is not None}
+    named = {flag: field for flag, field in fields.items() if getattr(request, flag) is not None}
     for flag, field in named.items():
-        if field in asked.given:
+        if field in request.overrides:
             raise protocols.ConfigError(f"--{flag}: --config.{field} says the same; give one of the two")
     try:
-        made = _of_simulation(values, asked) if simulated else _of_run(values, asked)
+        result = _of_simulation(values, request) if simulated else _of_run(values, request)
     except protocols.ConfigError as error:
         sentence = str(error)
         # The flag that set the field is what the user has written.
@@ -325,29 +326,31 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
             sentence = re.sub(rf"^config\.{re.escape(field)}: ", f"--{flag}: ", sentence)
         raise protocols.ConfigError(sentence) from error
     libra_config.check(
-        not made.run.rollout.accelerators,
+        not result.run.rollout.accelerators,
         "rollout.accelerators",
         "this plan is for one kind of accelerator; assign several with --inventory, or leave it empty",
     )
-    if asked.accelerators is not None:
-        made = dataclasses.replace(made, devices=asked.accelerators)
-    if not 2 <= made.devices <= MOST_ACCELERATORS:
+    if request.accelerators is not None:
+        result = dataclasses.replace(result, devices=request.accelerators)
+    if not 2 <= result.devices <= MOST_ACCELERATORS:
         raise protocols.ConfigError(
-            f"--accelerators: the config has {made.devices:,}; give 2 to {MOST_ACCELERATORS:,} with this flag"
+            f"--accelerators: the config has {result.devices:,}; give 2 to {MOST_ACCELERATORS:,} with this flag"
         )
-    return made
+    return result
 
 
-def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
+def _of_simulation(values: Mapping[str, Any], request: PlanRequest) -> Case:
     """Builds the case of a simulated run, with a sample of its workload."""
-    named = {name: text for name, text in (("hardware", asked.hardware), ("model", asked.model)) if text is not None}
+    names = (("hardware", request.hardware), ("model", request.model))
+    named = {name: text for name, text in names if text is not None}
     shape = {}
-    if asked.trace is not None:
-        shape = {"shape": "trace", "trace": asked.trace}
-    elif asked.workload is not None:
-        shape = {"shape": asked.workload, "trace": ""}
+    if request.trace is not None:
+        shape = {"shape": "trace", "trace": request.trace}
+    elif request.workload is not None:
+        shape = {"shape": request.workload, "trace": ""}
     rollout = dict(values["rollout"])
-    if asked.length_flags and "rollout.max_context" in asked.given and "rollout.max_tokens" not in asked.given:
+    overrides = request.overrides
+    if request.length_flags and "rollout.max_context" in overrides and "rollout.max_tokens" not in overrides:
         # The file's limit of an output is for the file's own context.
         rollout["max_tokens"] = min(rollout["max_tokens"], max(1, rollout["max_context"] - 1))
     run = libra_config.parse(
@@ -360,40 +363,40 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
         },
     )
     devices = run.simulation.train_devices + sum(run.rollout.tensor_parallel)
-    if not (named or asked.length_flags):
+    if not (named or request.length_flags):
         run = comparison.prepare(run, [run.scheduler.policy])
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
     size = run.coordinator.group_size
     # Every n-th task, so that the sample spans the whole workload and stays near SAMPLES.
-    every = max(1, -(-groups * size // SAMPLES))
-    drawn = [workload.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
-    drawn = scripts.reshaped(drawn, asked.wanted)
+    every, samples = max(1, -(-groups * size // SAMPLES)), range(min(size, SAMPLES))
+    rollouts = [workload.script(task, sample) for task in range(0, groups, every) for sample in samples]
+    rollouts = scripts.reshaped(rollouts, request.lengths)
     source = Path(run.workload.trace).name if run.workload.trace else run.workload.shape
     model, slots = run.simulation.cost_model(run.model.lora), run.simulation.instance_slots(run.rollout)
-    if asked.length_flags:
-        run = _limited(run, max(script.context_tokens for script in drawn), asked)
-    if (named or asked.length_flags) and not SLOTS & asked.given:
-        run, slots = _with_slots(run, model, drawn)
-    work = Work.of(run, _source(source, asked), drawn)
-    return Case(run, run.simulation.model, model, slots, work, devices, asked.length_flags)
+    if request.length_flags:
+        run = _limited(run, max(script.context_tokens for script in rollouts), request)
+    if (named or request.length_flags) and not SLOTS & request.overrides:
+        run, slots = _with_slots(run, model, rollouts)
+    work = Work.of(run, _source(source, request), rollouts)
+    return Case(run, run.simulation.model, model, slots, work, devices, request.length_flags)
 
 
-def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
+def _of_run(values: Mapping[str, Any], request: PlanRequest) -> Case:
     """Builds the case of a real run, with the trajectories of a trace or of the flags."""
     named: dict[str, object] = {}
-    if asked.model is not None:
-        named["model"] = {**values["model"], "preset": asked.model, "path": ""}
-    if asked.hardware is not None:
-        named["planner"] = {**values["planner"], "hardware": asked.hardware}
+    if request.model is not None:
+        named["model"] = {**values["model"], "preset": request.model, "path": ""}
+    if request.hardware is not None:
+        named["planner"] = {**values["planner"], "hardware": request.hardware}
     run = libra_config.parse(libra_config.RunConfig, {**values, **named})
     path, chosen = run.model.path, run.model.preset != libra_config.ModelConfig().preset
     # A config may name a preset of its model's shape, for machines without the model.
-    if path and chosen and not Path(path).exists() and asked.given & OF_MODEL != {"model.path"}:
+    if path and chosen and not Path(path).exists() and request.overrides & OF_MODEL != {"model.path"}:
         run, path = dataclasses.replace(run, model=dataclasses.replace(run.model, path="")), ""
     if path and not Path(path).exists() and (shipped := model_config.preset_of(path)) != path:
         # The hub need not be asked for a shape that ships.
         run, path = dataclasses.replace(run, model=dataclasses.replace(run.model, preset=shipped, path="")), ""
-    if path and "model.preset" in asked.given:
+    if path and "model.preset" in request.overrides:
         raise protocols.ConfigError(
             f"--config.model.preset: model.path={path} counts; leave out one of the two, or name a preset with --model"
         )
@@ -404,19 +407,19 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
         raise protocols.DataError(
             f"config.model.path: {sentence}; to plan without the model, name a preset of its shape with --model"
         ) from error
-    if asked.trace is not None:
-        read = traces.read(Path(asked.trace))
-        drawn, source = [script for _, script in read[-SAMPLES:]], Path(asked.trace).name
-    elif asked.workload is not None:
+    if request.trace is not None:
+        read = traces.read(Path(request.trace))
+        rollouts, source = [script for _, script in read[-SAMPLES:]], Path(request.trace).name
+    elif request.workload is not None:
         groups, size = run.steps * run.coordinator.groups_per_step, run.coordinator.group_size
-        of = workloads.WorkloadConfig(shape=asked.workload)
-        made = workloads.create(of, seed=run.seed, tasks=groups, max_context=run.rollout.max_context)
-        every = max(1, -(-groups * size // SAMPLES))
-        drawn = [made.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
-        drawn, source = scripts.reshaped(drawn, asked.wanted), asked.workload
-    elif isinstance(asked.wanted.generated, scripts.LogNormal):
-        drawn, source = scripts.reshaped(list(PLAIN) * SAMPLES, asked.wanted), "one length distribution"
-    elif asked.wanted.generated is not None:
+        of = workloads.WorkloadConfig(shape=request.workload)
+        workload = workloads.create(of, seed=run.seed, tasks=groups, max_context=run.rollout.max_context)
+        every, samples = max(1, -(-groups * size // SAMPLES)), range(min(size, SAMPLES))
+        rollouts = [workload.script(task, sample) for task in range(0, groups, every) for sample in samples]
+        rollouts, source = scripts.reshaped(rollouts, request.lengths), request.workload
+    elif isinstance(request.lengths.generated, scripts.LogNormal):
+        rollouts, source = scripts.reshaped(list(PLAIN) * SAMPLES, request.lengths), "one length distribution"
+    elif request.lengths.generated is not None:
         raise protocols.ConfigError(
             "--generated_tokens: a mean alone scales the lengths of a workload, and there is none; give mean,P90, "
             "or --workload"
@@ -435,36 +438,36 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
     model = costs.of_hardware(run.planner.hardware, shape, "planner.hardware")
     devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
     name = Path(path).name if path else run.model.preset
-    return Case(run, name, model, (), Work.of(run, _source(source, asked), drawn), devices, asked.length_flags)
+    return Case(run, name, model, (), Work.of(run, _source(source, request), rollouts), devices, request.length_flags)
 
 
-def _source(name: str, asked: Asked) -> str:
+def _source(name: str, request: PlanRequest) -> str:
     """Returns the workload's name, and the flags that changed its lengths."""
-    if not asked.wanted:
+    if not request.lengths:
         return name
-    flags = [flag for flag in asked.length_flags if flag != "workload"]
+    flags = [flag for flag in request.length_flags if flag != "workload"]
     return f"{name}, with --{', --'.join(flags)}"
 
 
-def _limited(run: settings.SimulatedRun, longest: int, asked: Asked) -> settings.SimulatedRun:
+def _limited(run: settings.SimulatedRun, longest: int, request: PlanRequest) -> settings.SimulatedRun:
     """Fits the run's context and rows to the longest rollout, because the config's are for another workload."""
     # The longest rollout and one more token, rounded up to a multiple of 1,024.
     context = max(1_024, -(-(longest + 1) // 1_024) * 1_024)
-    rollout, trainer, given = run.rollout, run.trainer, asked.given
-    if "rollout.max_context" not in given:
-        most = min(rollout.max_tokens, context - 1)
-        rollout = dataclasses.replace(rollout, max_context=context, max_tokens=most)
-    if not {"trainer.row_tokens", "trainer.row_buckets"} & given:
+    rollout, trainer, overrides = run.rollout, run.trainer, request.overrides
+    if "rollout.max_context" not in overrides:
+        max_tokens = min(rollout.max_tokens, context - 1)
+        rollout = dataclasses.replace(rollout, max_context=context, max_tokens=max_tokens)
+    if not {"trainer.row_tokens", "trainer.row_buckets"} & overrides:
         trainer = dataclasses.replace(trainer, row_tokens=rollout.max_context, row_buckets=())
     return dataclasses.replace(run, rollout=rollout, trainer=trainer)
 
 
 def _with_slots(
-    run: settings.SimulatedRun, model: costs.CostModel, drawn: Sequence[scripts.Script]
+    run: settings.SimulatedRun, model: costs.CostModel, rollouts: Sequence[scripts.Script]
 ) -> tuple[settings.SimulatedRun, tuple[int, ...]]:
     """Gives the run one instance of each degree, with slots for as many live contexts as its cache holds."""
     asks = serving.Demand.of_trajectories(
-        [script.prompt_tokens for script in drawn], [script.turns for script in drawn]
+        [script.prompt_tokens for script in rollouts], [script.turns for script in rollouts]
     )
     live = float(asks.context.sum() / asks.tokens.sum())  # mean context length over all decoded tokens
     slots = tuple(max(1, min(MOST_SLOTS, int(model.kv_tokens(degree) // live))) for degree in DEGREES)

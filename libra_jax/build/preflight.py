@@ -125,17 +125,17 @@ def warn(config: libra_config.RunConfig) -> None:
     parameters = model_config.parameter_count(shape) if shape is not None else 0  # 0: no warning about the size
     alone = not config.cluster.address and not config.cluster.accelerators_per_host
     cores = len(os.sched_getaffinity(0)) if alone else 0
-    found = advice.advice(config, parameters=parameters, accelerated=accelerated, cores=cores)
+    sentences = advice.advice(config, parameters=parameters, accelerated=accelerated, cores=cores)
     model = config.model
     if shape is not None and Path(model.path or "-").is_dir() and model.preset != libra_config.ModelConfig().preset:
         preset = model_config.parameter_count(model_config.load_preset(model.preset))
         # A preset of the same shape serves dry runs elsewhere. Variants of a model may differ in their longest context.
         if parameters != preset:
-            found.append(
+            sentences.append(
                 f"config.model.preset: {model.preset} has no effect, because model.path={model.path} counts, and has "
                 f"{parameters / 1e6:,.0f} M parameters, not {preset / 1e6:,.0f} M; leave one of the two out"
             )
-    for sentence in [*found, *_forks(config)]:
+    for sentence in [*sentences, *_forks(config)]:
         print(f"warning: {sentence}.", file=sys.stderr)
 
 
@@ -145,12 +145,14 @@ def _forks(config: libra_config.RunConfig) -> list[str]:
     A harness may fork its dialogue at any request. Whether its agent does so, no check before the run can know.
     """
     row = max((config.trainer.row_tokens, *config.trainer.row_buckets))
-    most = config.task.max_turns * config.rollout.max_context
+    longest = config.task.max_turns * config.rollout.max_context
     ends = [
         f"config.{field}: {reason}; a rollout with a fork ends" for field, reason in segments.refusing(config).items()
     ]
-    for sentence in segments.looking_at_whole(config.algorithm) if most > row else ():
-        ends.append(f"{sentence}; rows of {most} tokens hold any (trainer.row_buckets), and one longer than {row} ends")
+    for sentence in segments.looking_at_whole(config.algorithm) if longest > row else ():
+        ends.append(
+            f"{sentence}; rows of {longest} tokens hold any (trainer.row_buckets), and one longer than {row} ends"
+        )
     with contextlib.suppress(protocols.LibraError):  # a run says what is wrong with its environment
         if ends and chat_formats.drives(config, toolkit.Toolkit(config.tools, config.sandbox)):
             agent = resolving.shown(config.task.environment)
@@ -218,38 +220,38 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
       config: configuration of the run.
       later: fields whose files the run itself will fetch.
     """
-    found = []
+    problems = []
     path, tokenizer = Path(config.model.path), config.task.tokenizer
     if config.model.path and "model.path" not in later:
         if not path.is_dir():
-            found.append(f"config.model.path: {path}: no such model directory")
+            problems.append(f"config.model.path: {path}: no such model directory")
         elif not any(path.glob("*.safetensors")):
-            found.append(f"config.model.path: {path}: holds no *.safetensors")
+            problems.append(f"config.model.path: {path}: holds no *.safetensors")
         else:
             try:
                 weight_files.check_directory(model_config.read_directory(path), path)
             except protocols.DataError as error:
-                found.append(f"config.model.path: {error}".rstrip("."))
+                problems.append(f"config.model.path: {error}".rstrip("."))
     if config.model.lora.path:
-        found += _missing_adapter(config)
+        problems += _missing_adapter(config)
     folder = Path(tokenizer or path)
     if tokenizer != "character" and folder.is_dir():
         if not any((folder / name).is_file() for name in tokenizers.TOKENIZER_FILES):
-            found.append(f"config.task.tokenizer: {folder}: holds no tokenizer")
+            problems.append(f"config.task.tokenizer: {folder}: holds no tokenizer")
     elif tokenizer not in ("character", "") and "task.tokenizer" not in later:
-        found.append(f"config.task.tokenizer: {tokenizer}: no such tokenizer directory")
+        problems.append(f"config.task.tokenizer: {tokenizer}: no such tokenizer directory")
     if "task.path" not in later:
         try:
             factories.task_source(config.task, config.seed)
         except protocols.DataError as error:
-            found.append(f"config.task.path: {error}")
+            problems.append(f"config.task.path: {error}")
     if config.algorithm.teacher_served:
         try:
             teachers.from_config(config.algorithm)
         except protocols.ConfigError as error:
-            found.append(str(error))
+            problems.append(str(error))
     tools = toolkit.Toolkit(config.tools, config.sandbox)
-    return [*found, *_missing_template(config, tools), *_missing_here(config), *tools.missing()]
+    return [*problems, *_missing_template(config, tools), *_missing_here(config), *tools.missing()]
 
 
 def _missing_template(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> list[str]:
@@ -268,19 +270,21 @@ def _missing_template(config: libra_config.RunConfig, tools: toolkit.Toolkit) ->
 
 def _missing_here(config: libra_config.RunConfig) -> list[str]:
     """Says which GPUs, packages and keys a run would miss on this machine."""
-    found = []
+    problems = []
     needed = placement.partition(config).total
     alone = not config.cluster.address and not config.cluster.accelerators_per_host
     if config.trainer.platform == "cuda" and alone and (there := gpus_found()) < needed:
-        found.append(f"config.trainer.platform: cuda takes {needed} GPUs, and JAX would find {there} on this machine")
+        problems.append(
+            f"config.trainer.platform: cuda takes {needed} GPUs, and JAX would find {there} on this machine"
+        )
     if not config.telemetry.wandb_project:
-        return found
+        return problems
     field = "config.telemetry.wandb_project"
     if importlib.util.find_spec("wandb") is None:
-        found.append(f"{field}: the wandb package is not installed")
+        problems.append(f"{field}: the wandb package is not installed")
     elif not ({"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys() or (Path.home() / ".netrc").exists()):
-        found.append(f"{field}: there is no WANDB_API_KEY, and no login of wandb; WANDB_MODE=offline needs none")
-    return found
+        problems.append(f"{field}: there is no WANDB_API_KEY, and no login of wandb; WANDB_MODE=offline needs none")
+    return problems
 
 
 def missing_disk(config: libra_config.RunConfig, workdir: Path) -> list[str]:
@@ -349,12 +353,12 @@ def _check_placement(config: libra_config.RunConfig, *, here: bool) -> None:
       config: configuration of the run.
       here: True if the run is to start on this machine.
     """
-    trainer, found = config.trainer, gpus_found() if here else 0
+    trainer, gpus = config.trainer, gpus_found() if here else 0
     # Every worker sees all GPUs, so all workers would use the first one.
-    if trainer.platform == "auto" and config.rollout.engine == "vllm" and found > 1:
+    if trainer.platform == "auto" and config.rollout.engine == "vllm" and gpus > 1:
         total = placement.partition(config).total
         raise protocols.ConfigError(
-            f"config.trainer.platform: auto would put the trainer and every engine on the first of {found} GPUs; use "
+            f"config.trainer.platform: auto would put the trainer and every engine on the first of {gpus} GPUs; use "
             f"--config.trainer.platform=cuda, where each has its own ({total} in all), or cpu"
         )
     layout = hosts.layout(config)

@@ -14,8 +14,8 @@ from libra_jax.harness.gateway import server
 
 
 def serve(
-    asked: evaluating.Asked,
-    given: libra_config.RunConfig | None,
+    request: evaluating.EvaluationRequest,
+    explicit_config: libra_config.RunConfig | None,
     *,
     host: str | None,
     port: int | None,
@@ -25,8 +25,8 @@ def serve(
     """Starts the engines of a config with the chosen weights, and serves them until SIGINT or SIGTERM.
 
     Args:
-      asked: which weights to serve; the fields of an evaluation stay unset.
-      given: config of --config; None takes the one of the run's folder.
+      request: which weights to serve; the fields of an evaluation stay unset.
+      explicit_config: config of --config; None takes the one of the run's folder.
       host: address to listen at; None: the config's.
       port: port to listen at, 0 is any; None: the config's.
       key_env: environment variable with the clients' key; empty: a random key.
@@ -35,8 +35,8 @@ def serve(
     secret = os.environ.get(key_env, "") if key_env else ""
     if key_env and not secret:
         raise protocols.ConfigError(f"--key_env: the environment has no variable {key_env}, or it is empty")
-    config, checkpoint, source = evaluating.chosen(asked, given)
-    config = evaluating.located(config, asked)
+    config, checkpoint, source = evaluating.chosen(request, explicit_config)
+    config = evaluating.located(config, request)
     changes = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     try:
         gateway = dataclasses.replace(config.gateway, **changes)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ MODEL = "model"
 
 
 @dataclass(frozen=True)
-class Asked:
+class TuningRequest:
     """What a fine-tuning is asked to do.
 
     Attributes:
@@ -60,7 +60,7 @@ def chats(path: str, tokenizer: protocols.Tokenizer) -> list[protocols.Trajector
     Raises:
       DataError: the table cannot be read or is empty, or a chat is malformed; the message names its row.
     """
-    found = []
+    trajectories = []
     for row in tables.rows(path, wanted=(COLUMN,), of="chats"):
         value = tables.value(row, COLUMN)
         try:
@@ -70,16 +70,16 @@ def chats(path: str, tokenizer: protocols.Tokenizer) -> list[protocols.Trajector
                 f'{row.where}: {COLUMN} must be a list of {{"role": ..., "content": ...}}, not {value!r:.80}; {error}'
             ) from error
         try:
-            found.append(tokenizers.dialogue_trajectory(f"chat {row.number}", messages, tokenizer))
+            trajectories.append(tokenizers.dialogue_trajectory(f"chat {row.number}", messages, tokenizer))
         except protocols.DataError as error:
             raise protocols.DataError(f"{row.where}: {error}") from error
-    if not found:
+    if not trajectories:
         raise protocols.DataError(f"{path}: holds no chat")
-    return found
+    return trajectories
 
 
 def tune(
-    config: libra_config.RunConfig, asked: Asked, status: Callable[[str], None] = print
+    config: libra_config.RunConfig, request: TuningRequest, status: Callable[[str], None] = print
 ) -> list[Mapping[str, float]]:
     """Fine-tunes the config's model, writes it as a Hugging Face directory, and returns the metrics of each step.
 
@@ -91,27 +91,28 @@ def tune(
       LibraError: the devices fail, or the loss is not finite for `trainer.max_skipped_steps` steps in a row.
     """
     for name, right, value in (
-        ("epochs", 0 < asked.epochs < math.inf, asked.epochs),
-        ("batch_size", asked.batch_size > 0, asked.batch_size),
-        ("holdout", 0 <= asked.holdout < 1, asked.holdout),
+        ("epochs", 0 < request.epochs < math.inf, request.epochs),
+        ("batch_size", request.batch_size > 0, request.batch_size),
+        ("holdout", 0 <= request.holdout < 1, request.holdout),
     ):
         if not right:
-            wanted = "in [0, 1)" if name == "holdout" else "positive"
-            raise protocols.ConfigError(f"--{name}: must be {wanted}, not {value}")
-    if (asked.output / MODEL).exists():
-        raise protocols.ConfigError(f"--output: {asked.output} holds a model already; give another folder")
-    found = hub.resolved(config, download=True)
-    if found.problems:
-        raise protocols.DataError("; ".join(found.problems))
-    config = found.config
-    everything = chats(asked.data, tokenizers.create(config.task, config.model.path))
+            requirement = "in [0, 1)" if name == "holdout" else "positive"
+            raise protocols.ConfigError(f"--{name}: must be {requirement}, not {value}")
+    if (request.output / MODEL).exists():
+        raise protocols.ConfigError(f"--output: {request.output} holds a model already; give another folder")
+    resolution = hub.resolved(config, download=True)
+    if resolution.problems:
+        raise protocols.DataError("; ".join(resolution.problems))
+    config = resolution.config
+    everything = chats(request.data, tokenizers.create(config.task, config.model.path))
     rng = np.random.default_rng(config.seed)
     order = rng.permutation(len(everything))
-    kept = round(asked.holdout * len(everything))
-    held, trained = [everything[i] for i in order[:kept]], [everything[i] for i in order[kept:]]
-    if len(trained) < asked.batch_size:
+    holdout_count = round(request.holdout * len(everything))
+    holdout = [everything[i] for i in order[:holdout_count]]
+    trained = [everything[i] for i in order[holdout_count:]]
+    if len(trained) < request.batch_size:
         raise protocols.ConfigError(
-            f"--batch_size: {asked.batch_size} chats of {len(trained)} that are not held out; lower it, or --holdout"
+            f"--batch_size: {request.batch_size} chats of {len(trained)} that are not held out; lower it, or --holdout"
         )
     if config.trainer.processes > 1:
         raise protocols.ConfigError(
@@ -125,29 +126,29 @@ def tune(
         critic=libra_config.CriticConfig(),
     )
     config = cpu_rows.sized(config, wiring.policy_shape(config, need_weights=True))
-    steps = max(1, round(asked.epochs * len(trained) / asked.batch_size))
+    steps = max(1, round(request.epochs * len(trained) / request.batch_size))
     # Read by JAX when it is first used, so before the training modules are imported.
-    os.environ.update(worker_specs.trainer_spec(config, asked.output).environment)
+    os.environ.update(worker_specs.trainer_spec(config, request.output).environment)
     from libra_jax.data import batch as batch_lib
     from libra_jax.data import sequences as sequences_lib
     from libra_jax.training import optimizer, trainer
 
     # No rollouts follow, and no objective but this one: the optimizer starts fresh, and stays.
-    actor = trainer.create(libra_config.to_dict(config), str(asked.output))
-    asked.output.mkdir(parents=True, exist_ok=True)
+    actor = trainer.create(libra_config.to_dict(config), str(request.output))
+    request.output.mkdir(parents=True, exist_ok=True)
     schedule = optimizer.schedule(config.optimizer, steps)
-    taken: list[Mapping[str, float]] = []
+    records: list[Mapping[str, float]] = []
     try:
         # Not `start`, which compiles the programs of the policy's objective.
         info, running = actor.stand_by(), actor.running()
         running.begin()
         learner = running.learner
         learner.compile("supervised")
-        status(f"{info.parameters:,} parameters on {info.device_kind}; {len(trained)} chats, {len(held)} held out")
-        picked = _batches(trained, asked.batch_size, steps, rng)
-        held_out = batch_lib.pack(config, sequences_lib.examples(held, 0, learner.model)) if held else None
-        skipped, began = 0, time.monotonic()
-        with (asked.output / METRICS).open("w") as file:
+        status(f"{info.parameters:,} parameters on {info.device_kind}; {len(trained)} chats, {len(holdout)} held out")
+        picked = _batches(trained, request.batch_size, steps, rng)
+        held_out = batch_lib.pack(config, sequences_lib.examples(holdout, 0, learner.model)) if holdout else None
+        skipped, start = 0, time.monotonic()
+        with (request.output / METRICS).open("w") as file:
             for step, batch in enumerate(picked, 1):
                 packed = batch_lib.pack(config, sequences_lib.examples(batch, 0, learner.model))
                 metrics = learner.update("supervised", packed, float(schedule(step - 1)))
@@ -159,17 +160,17 @@ def tune(
                 if step == steps or step % max(1, steps // 20) == 0:
                     if held_out is not None:
                         metrics["held_out_loss"] = _loss(learner, held_out)
-                    left = (time.monotonic() - began) / step * (steps - step)
-                    shown = f", held out {metrics['held_out_loss']:.4f}" if held else ""
-                    status(f"step {step}/{steps}, loss {metrics['loss']:.4f}{shown}, {left:.0f} s left")
-                taken.append({"step": step, **metrics})
-                file.write(json.dumps(taken[-1]) + "\n")
+                    seconds_left = (time.monotonic() - start) / step * (steps - step)
+                    holdout_note = f", held out {metrics['held_out_loss']:.4f}" if holdout else ""
+                    status(f"step {step}/{steps}, loss {metrics['loss']:.4f}{holdout_note}, {seconds_left:.0f} s left")
+                records.append({"step": step, **metrics})
+                file.write(json.dumps(records[-1]) + "\n")
                 file.flush()
-        actor.export(str(asked.output / MODEL))
-        wiring.add_files(config, asked.output / MODEL)
+        actor.export(str(request.output / MODEL))
+        wiring.add_files(config, request.output / MODEL)
     finally:
         actor.shutdown()
-    return taken
+    return records
 
 
 def _batches(

@@ -29,17 +29,17 @@ class Sampled(scripts.Workload):
     """A workload that draws its groups from a sample of rollouts.
 
     Attributes:
-      drawn: rollouts, in which members of a group follow each other.
+      rollouts: rollouts, in which members of a group follow each other.
       size: rollouts of a group.
     """
 
-    drawn: Sequence[scripts.Script]
+    rollouts: Sequence[scripts.Script]
     size: int
 
     def script(self, task_index: int, sample: int) -> scripts.Script:
-        groups = max(1, len(self.drawn) // self.size)
+        groups = max(1, len(self.rollouts) // self.size)
         group = int((task_index * confusion.GOLDEN) % 1.0 * groups)
-        return self.drawn[(group * self.size + sample) % len(self.drawn)]
+        return self.rollouts[(group * self.size + sample) % len(self.rollouts)]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Subject:
       model: costs of the hardware sheet.
       slots: slots of an instance, by degree.
       requests: rollouts of a training step.
-      drawn: a sample of rollouts, in which members of a group follow each other.
+      rollouts: a sample of rollouts, in which members of a group follow each other.
       kv_cache: where contexts go that leave a cache (`simulation.kv_cache`).
     """
 
@@ -81,11 +81,11 @@ class Subject:
     model: costs.CostModel
     slots: Mapping[int, int]
     requests: int
-    drawn: Sequence[scripts.Script] = ()
+    rollouts: Sequence[scripts.Script] = ()
     kv_cache: str = "recompute"
 
     @classmethod
-    def of_run(cls, run: libra_config.RunConfig, setting: forecast.Setting) -> Subject:
+    def from_config(cls, run: libra_config.RunConfig, setting: forecast.Setting) -> Subject:
         """Returns the subject of a run, without rollouts.
 
         Raises:
@@ -101,9 +101,9 @@ class Subject:
             "planner.simulate_top",
             f"simulations have no context axis, and trainer.context is {run.trainer.context}; set it to 0",
         )
-        kept = run.simulation.kv_cache if isinstance(run, settings.SimulatedRun) else "recompute"
+        kv_cache = run.simulation.kv_cache if isinstance(run, settings.SimulatedRun) else "recompute"
         slots = dict(zip(setting.degrees, setting.slots, strict=True))
-        return cls(run, setting.model, slots, setting.requests, kv_cache=kept)
+        return cls(run, setting.model, slots, setting.requests, kv_cache=kv_cache)
 
 
 def of_splits(case: planned.Case, splits: Sequence[search.Split]) -> list[Trial]:
@@ -112,38 +112,38 @@ def of_splits(case: planned.Case, splits: Sequence[search.Split]) -> list[Trial]
     Raises:
       ConfigError: the case has measured costs or a context axis, which no simulation has.
     """
-    subject = dataclasses.replace(Subject.of_run(case.run, case.setting), drawn=case.work.scripts)
+    subject = dataclasses.replace(Subject.from_config(case.run, case.setting), rollouts=case.work.scripts)
     trials = [Trial(split, step_seconds(subject, split.plan)) for split in splits]
     return sorted(trials, key=lambda trial: trial.simulated_seconds)
 
 
 def step_seconds(subject: Subject, plan: protocols.Plan) -> float:
     """Returns the mean seconds of a simulated step under a plan, with all slots in use."""
-    given = subject.run
+    base = subject.run
     degrees = tuple(one.tensor_parallel for one in plan.rollout for _ in range(one.count))
-    window = given.coordinator.max_staleness + 1
-    size = given.coordinator.group_size
+    window = base.coordinator.max_staleness + 1
+    size = base.coordinator.group_size
     # What a plan does not read keeps its default: an agent, rewards and checkpoints are no part of the simulation.
     run = libra_config.RunConfig(
-        name=given.name,
-        steps=window * (1 + WINDOWS) + given.coordinator.max_staleness,
-        seed=given.seed,
-        algorithm=libra_config.AlgorithmConfig(objective=given.algorithm.objective),
+        name=base.name,
+        steps=window * (1 + WINDOWS) + base.coordinator.max_staleness,
+        seed=base.seed,
+        algorithm=libra_config.AlgorithmConfig(objective=base.algorithm.objective),
         coordinator=libra_config.CoordinatorConfig(
             groups_per_step=max(1, subject.requests // size), group_size=size, max_staleness=window - 1
         ),
-        model=dataclasses.replace(given.model, path="", preset=libra_config.ModelConfig().preset),
+        model=dataclasses.replace(base.model, path="", preset=libra_config.ModelConfig().preset),
         rollout=libra_config.RolloutConfig(
             tensor_parallel=degrees,
-            max_context=given.rollout.max_context,
-            max_tokens=given.rollout.max_tokens,
+            max_context=base.rollout.max_context,
+            max_tokens=base.rollout.max_tokens,
             health_seconds=60.0,
             stream_interval=1_000,
         ),
         scheduler=dataclasses.replace(
-            given.scheduler, max_remaining_tokens=tuple(one.max_remaining_tokens for one in plan.rollout[:-1])
+            base.scheduler, max_remaining_tokens=tuple(one.max_remaining_tokens for one in plan.rollout[:-1])
         ),
-        trainer=dataclasses.replace(given.trainer, data=1, fsdp=1, tensor=1),
+        trainer=dataclasses.replace(base.trainer, data=1, fsdp=1, tensor=1),
         task=libra_config.TaskConfig(max_turns=10_000, tool_seconds=3_600.0),
         deadlines=libra_config.DeadlineConfig(first_token=36_000.0, train_step=36_000.0),
         checkpoint=libra_config.CheckpointConfig(every=0),
@@ -160,7 +160,7 @@ def step_seconds(subject: Subject, plan: protocols.Plan) -> float:
     result = world.run(
         run,
         simulation,
-        Sampled(subject.drawn, size),
+        Sampled(subject.rollouts, size),
         lambda costs, remaining: registry.create(
             run.scheduler, costs=costs, remaining=remaining, seed=run.seed, kinds=run.rollout.kinds
         ),

@@ -77,7 +77,7 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
         holds nothing to learn from.
     """
     speeds = hardware.speeds(config.rollout.accelerators, "rollout.accelerators")
-    made = schedulers.create(
+    run_scheduler = schedulers.create(
         config.scheduler,
         costs=scheduling_costs.LinearCosts(
             config.scheduler.costs,
@@ -87,8 +87,8 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
         seed=config.seed,
         kinds=config.rollout.kinds,
     )
-    checkpoints.teach(made, config.scheduler.learnt_from)
-    return made
+    checkpoints.teach(run_scheduler, config.scheduler.learnt_from)
+    return run_scheduler
 
 
 def reach(config: libra_config.RunConfig) -> int:
@@ -128,7 +128,7 @@ def global_planner(
     forecast.check_layout(config, setting)
     trials = None
     if config.planner.simulate_top:
-        subject = trial.Subject.of_run(config, setting)
+        subject = trial.Subject.from_config(config, setting)
         trials = background_trials.BackgroundTrials(subject, config.planner.simulate_seconds)
     begin = plans.from_config(config, mesh)
     return planner.GlobalPlanner(config.planner, setting, begin, masks=config.task.masks, trials=trials)
@@ -211,9 +211,9 @@ def _parts(
         tokenizer=chat_formats.policy_tokenizer(config, tools),
         demonstrator=demonstrator,
     )
-    kept = workdir / profiles.KEPT_FILE
-    if config.planner.profile and kept.exists():  # a resumed run plans as it began, by its own copy
-        config = dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(kept)))
+    profile_copy = workdir / profiles.KEPT_FILE
+    if config.planner.profile and profile_copy.exists():  # a resumed run plans as it began, by its own copy
+        config = dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(profile_copy)))
     return _Parts(specs, agent, scheduler(config), global_planner(config, shape))
 
 
@@ -227,19 +227,19 @@ async def _train(
 ) -> coordinator.RunSummary:
     if fencing_token is not None:
         fencing_token.check()
-    kept = workdir / profiles.KEPT_FILE
-    if config.planner.profile and config.planner.period and not kept.exists():
-        partial = kept.with_suffix(".partial")
+    profile_copy = workdir / profiles.KEPT_FILE
+    if config.planner.profile and config.planner.period and not profile_copy.exists():
+        partial = profile_copy.with_suffix(".partial")
         shutil.copyfile(config.planner.profile, partial)
         # Renamed into place, so that a killed start leaves no half copy.
-        partial.rename(kept)
+        partial.rename(profile_copy)
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
     newest = checkpoint_store.find(workdir)
     damaged = telemetry.cut_back(workdir, newest.step, newest.records)
     surroundings = _surroundings(config, workdir, parts.agent, fencing_token, watcher, damaged, newest.records)
-    async with surroundings as (around, agent), teachers.open_teacher(config, agent.tokenizer) as teacher:
+    async with surroundings as (context, agent), teachers.open_teacher(config, agent.tokenizer) as teacher:
         agent = dataclasses.replace(agent, teacher=teacher)
-        run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)
+        run = coordinator.Coordinator(context, parts.specs, agent, parts.scheduler, parts.planner)
         summary = await run.run(at_signal)
         add_files(config, workdir / "model")
     return summary
@@ -280,20 +280,20 @@ async def _surroundings(
     rewards = contextlib.AsyncExitStack()
     try:
         # Loop workers score the rollouts that they run.
-        scored = libra_config.RewardConfig() if config.rollout.loop_workers else config.reward
-        composed = composition.open_scorer(scored, actors, note=recorder.note, start_seconds=limits.reward_start)
+        reward_config = libra_config.RewardConfig() if config.rollout.loop_workers else config.reward
+        composed = composition.open_scorer(reward_config, actors, note=recorder.note, start_seconds=limits.reward_start)
         reward = await rewards.enter_async_context(composed)
         texts = samples.Samples(config.telemetry.samples, config.seed, agent.tokenizer)
-        around = parts_lib.RunContext(
+        context = parts_lib.RunContext(
             config, actors, recorder, workdir, fencing=fencing_token, samples=texts, export=workdir / "model"
         )
         host = harness_loop.Host(
             # Its processes start with the first session, so a run without harnesses has none.
-            gateway=fronts.Fronts(around, model=config.name),
+            gateway=fronts.Fronts(context, model=config.name),
             make_form=lambda: chat_formats.make(agent.tokenizer, config.gateway),
             strict=config.gateway.strict,
         )
-        yield around, dataclasses.replace(agent, reward=reward, host=host)
+        yield context, dataclasses.replace(agent, reward=reward, host=host)
     finally:
         await rewards.aclose()
         await actors.shutdown()
@@ -312,9 +312,9 @@ async def evaluate(
       checkpoint: the trainer's part of a checkpoint; None evaluates `model.path`.
     """
     parts = _parts(config, workdir, tools, None)
-    async with _surroundings(config, workdir, parts.agent) as (around, agent):
-        found = await evaluation.evaluate_alone(around, parts.specs, agent, parts.scheduler, checkpoint)
-    return found, parts.agent.tokenizer
+    async with _surroundings(config, workdir, parts.agent) as (context, agent):
+        result = await evaluation.evaluate_alone(context, parts.specs, agent, parts.scheduler, checkpoint)
+    return result, parts.agent.tokenizer
 
 
 async def serve(
@@ -337,11 +337,11 @@ async def serve(
       ready: called with the address once it is served.
     """
     parts = _parts(config, workdir, tools, None)
-    async with _surroundings(config, workdir, parts.agent) as (around, agent):
+    async with _surroundings(config, workdir, parts.agent) as (context, agent):
         # Requests come to this process, whose gateway they know.
         specs = dataclasses.replace(parts.specs, loop_workers=())
         await evaluation.serve_alone(
-            around, specs, agent, parts.scheduler, checkpoint=checkpoint, secret=secret, ready=ready
+            context, specs, agent, parts.scheduler, checkpoint=checkpoint, secret=secret, ready=ready
         )
 
 

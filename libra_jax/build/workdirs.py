@@ -84,10 +84,10 @@ def tell_other_runs(config: libra_config.RunConfig) -> None:
     path = default(config)
     if path.exists():
         return
-    others = [file.parent for file in path.parent.glob(f"{glob.escape(config.name)}-*/config.json")]
-    others = [folder for folder in others if len(folder.name) == len(path.name)]  # a hash follows the name
-    if others:
-        newest = max(others, key=lambda folder: folder.stat().st_mtime)
+    folders = [file.parent for file in path.parent.glob(f"{glob.escape(config.name)}-*/config.json")]
+    folders = [folder for folder in folders if len(folder.name) == len(path.name)]  # a hash follows the name
+    if folders:
+        newest = max(folders, key=lambda folder: folder.stat().st_mtime)
         print(f"note: {path} begins a new run; --workdir={newest} goes on in the newest.", file=sys.stderr)
 
 
@@ -131,10 +131,10 @@ def _has_ended(workdir: Path) -> bool:
 
 def newest(path: Path) -> checkpoint_store.Found:
     """Returns the newest checkpoint that verifies. Raises DataError as `checkpoint_store.find` and `checked`."""
-    found = checkpoint_store.find(path)
-    if found.stored:
-        checkpoint_store.checked(path, found.stored)
-    return found
+    checkpoint = checkpoint_store.find(path)
+    if checkpoint.stored:
+        checkpoint_store.checked(path, checkpoint.stored)
+    return checkpoint
 
 
 def foreseen(
@@ -157,11 +157,12 @@ def foreseen(
     if not (path / "config.json").exists():
         return f"{path}, new"
     stored = _compared(path, _resolved(config), allow_changes)
-    begun = f"goes on from step {stored.taken}" if stored.taken > 0 else "begins again, because it has no checkpoint"
+    steps = stored.steps_taken
+    continuation = f"goes on from step {steps}" if steps > 0 else "begins again, because it has no checkpoint"
     changed = f", with other settings: {'; '.join(map(str, stored.differing))}" if stored.differing else ""
-    found = newest(path)
-    damaged = [*found.skipped, *recorder.cut_back(path, found.step, found.records, look=True)]
-    return "\n  ".join([f"{path}, {begun}{changed}", *damaged])
+    checkpoint = newest(path)
+    damaged = [*checkpoint.skipped, *recorder.cut_back(path, checkpoint.step, checkpoint.records, look=True)]
+    return "\n  ".join([f"{path}, {continuation}{changed}", *damaged])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,12 +172,12 @@ class _Stored:
     Attributes:
       config: the earlier config, as its file has it.
       differing: settings that differ; all of them may.
-      taken: training steps of the newest checkpoint; below 0 without a checkpoint.
+      steps_taken: training steps of the newest checkpoint; below 0 without a checkpoint.
     """
 
     config: changes.Settings
     differing: Sequence[changes.Change]
-    taken: int
+    steps_taken: int
 
 
 def _check_allowed(path: Path, allow_changes: Sequence[str]) -> None:
@@ -197,25 +198,25 @@ def _compared(path: Path, resolved: changes.Settings, allow_changes: Sequence[st
     """Compares the workdir's config with the present one. Refuses one with which the run in there cannot go on."""
     stored = _stored(path / "config.json")
     differing = changes.find(escapes.redacted(stored), resolved)
-    taken = newest(path).step  # once, because it reads all files of a checkpoint
-    changes.check(path, differing, allow_changes, checkpoint=taken >= 0)
-    if taken >= 0 and any(change.name == "model.path" for change in differing):
+    step = newest(path).step  # once, because it reads all files of a checkpoint
+    changes.check(path, differing, allow_changes, checkpoint=step >= 0)
+    if step >= 0 and any(change.name == "model.path" for change in differing):
         changes.check_model(path, stored["model"], resolved["model"])
-    if taken < 1 and (recorded := max(metrics.read(path / metrics.METRICS_FILE), default=0)) > 0:
+    if step < 1 and (recorded := max(metrics.read(path / metrics.METRICS_FILE), default=0)) > 0:
         if not resolved["checkpoint"]["every"]:
             raise protocols.ConfigError(
                 f"--workdir={path} holds {recorded} steps of a run that saves nothing (config.checkpoint.every is "
                 "0): it cannot go on, and a new one would take its place; use another --workdir, or move that one "
                 "away"
             )
-        if taken < 0:
+        if step < 0:
             print(f"warning: {path} has no checkpoint; the run repeats its {recorded} recorded steps.", file=sys.stderr)
-    if resolved["steps"] < taken:
+    if resolved["steps"] < step:
         raise protocols.ConfigError(
-            f"config.steps: {resolved['steps']} is fewer than the {taken} steps that the run in {path} has taken; "
+            f"config.steps: {resolved['steps']} is fewer than the {step} steps that the run in {path} has taken; "
             "give more to go on, or use another --workdir"
         )
-    return _Stored(stored, differing, taken)
+    return _Stored(stored, differing, step)
 
 
 def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_changes: Sequence[str]) -> Path:
@@ -227,9 +228,9 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
     if stored_file.exists():
         stored = _compared(path, resolved, allow_changes)
         if stored.differing:
-            changes.record(path, stored.differing, allow_changes, max(0, stored.taken))
-            told = "; ".join(map(str, stored.differing))
-            print(f"The run in {path} goes on with other settings: {told}.", file=sys.stderr)
+            changes.record(path, stored.differing, allow_changes, max(0, stored.steps_taken))
+            differences = "; ".join(map(str, stored.differing))
+            print(f"The run in {path} goes on with other settings: {differences}.", file=sys.stderr)
         if stored.config == resolved:
             return path
     elif checkpoint_store.counting(path):

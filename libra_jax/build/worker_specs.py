@@ -31,9 +31,9 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
       workdir: directory of the run.
       process: index among `trainer.processes`; each process has the next equal share of the devices.
     """
-    whole = placement.partition(config).trainer
-    each = len(whole) // config.trainer.processes
-    devices = whole[process * each : (process + 1) * each]
+    trainer_devices = placement.partition(config).trainer
+    devices_per_process = len(trainer_devices) // config.trainer.processes
+    devices = trainer_devices[process * devices_per_process : (process + 1) * devices_per_process]
     platform = config.trainer.platform
     host, local = placement.place(config, devices)
     # A trainer of one process holds the devices of a larger mesh, too; several processes hold none.

@@ -283,7 +283,7 @@ def test_a_plan_and_a_simulation_answer_as_the_scripts_do():
     split = libra_jax.plan(hardware="h100", model="Qwen3-8B", accelerators=16, workload="search", generated_tokens=4000)
     assert (split.train.devices, split.plan.rollout_devices) == (4, 12)
     wanted = scripts.Wanted(4000)
-    asked = planned.Asked(hardware="h100", model="Qwen3-8B", accelerators=16, workload="search", wanted=wanted)
+    asked = planned.PlanRequest(hardware="h100", model="Qwen3-8B", accelerators=16, workload="search", lengths=wanted)
     assert split == planned.case(config.to_dict(simulate.get_config()), asked).searched().best(16)
     run = simulate.get_config("search")
     run.steps, run.coordinator.groups_per_step = 1, 2

@@ -26,12 +26,12 @@ TURNS = [scripts.Script(100, (protocols.Turn(100 + 20 * index),)) for index in r
 def case() -> planned.Case:
     config = simulate.get_config("math")
     config.coordinator.groups_per_step, config.coordinator.group_size = 2, 2
-    made = planned.case(configuration.to_dict(config), planned.Asked(accelerators=16))
+    made = planned.case(configuration.to_dict(config), planned.PlanRequest(accelerators=16))
     return dataclasses.replace(made, work=planned.Work.of(made.run, "test", TURNS))
 
 
 def begin(case: planned.Case, seconds: float = 120.0, **changes: str) -> background_trials.BackgroundTrials:
-    made = background_trials.BackgroundTrials(trial.Subject.of_run(case.run, case.setting), seconds, **changes)
+    made = background_trials.BackgroundTrials(trial.Subject.from_config(case.run, case.setting), seconds, **changes)
     made.start(case.predictions, case.predictions.ranked(forecast.Levels(), 2))
     return made
 
@@ -68,7 +68,7 @@ def test_a_child_simulates_what_this_process_would(case):
     made = begin(case)
     assert made.outcome() is None, "nobody waits"
     plans = case.predictions.ranked(forecast.Levels(), 2)
-    subject = dataclasses.replace(trial.Subject.of_run(case.run, case.setting), drawn=TURNS)
+    subject = dataclasses.replace(trial.Subject.from_config(case.run, case.setting), rollouts=TURNS)
     assert ended(made).seconds == pytest.approx([trial.step_seconds(subject, plan) for plan in plans])
 
 

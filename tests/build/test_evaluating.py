@@ -70,7 +70,7 @@ def test_no_two_labels_of_the_picture_overlap(tmp_path, monkeypatch):
 
 
 def test_the_newest_checkpoint_is_evaluated_and_a_step_is_chosen(workdir, tmp_path):
-    made = evaluating.evaluate(evaluating.Asked(workdir=workdir, attempts=6, k=(1, 3), most_tasks=2), None)
+    made = evaluating.evaluate(evaluating.EvaluationRequest(workdir=workdir, attempts=6, k=(1, 3), most_tasks=2), None)
     assert made.source == "mine, step 1"
     assert [len(one.rewards) for one in made.tasks] == [6, 6]
     assert list(made.pass_at) == [1, 3]
@@ -85,7 +85,7 @@ def test_the_newest_checkpoint_is_evaluated_and_a_step_is_chosen(workdir, tmp_pa
     assert "</svg>" in (tmp_path / "out" / evaluating.PICTURE).read_text()
     assert made.tasks[0].task in evaluating.table(made)
     with pytest.raises(protocols.ConfigError, match=r"^--step=7: .* has checkpoints of steps 1$"):
-        evaluating.evaluate(evaluating.Asked(workdir=workdir, step=7), None)
+        evaluating.evaluate(evaluating.EvaluationRequest(workdir=workdir, step=7), None)
 
 
 def test_a_damaged_newest_checkpoint_is_said_with_the_step_that_takes_its_place(workdir, tmp_path, capsys):
@@ -99,7 +99,7 @@ def test_a_damaged_newest_checkpoint_is_said_with_the_step_that_takes_its_place(
     data[len(data) // 2] ^= 4
     file.write_bytes(data)
     capsys.readouterr()
-    _, stored, source = evaluating.chosen(evaluating.Asked(workdir=run), None)
+    _, stored, source = evaluating.chosen(evaluating.EvaluationRequest(workdir=run), None)
     said = capsys.readouterr().err
     assert (stored.step, source) == (1, "mine, step 1")
     assert "step-00000002 is skipped" in said
@@ -112,9 +112,9 @@ def test_a_run_without_checkpoints_is_evaluated_by_its_export(workdir, tmp_path,
     run.mkdir()
     shutil.copy(workdir / evaluating.CONFIG_FILE, run)
     with pytest.raises(protocols.DataError, match=r"holds no checkpoint and no exported model yet"):
-        evaluating.evaluate(evaluating.Asked(workdir=run), None)
+        evaluating.evaluate(evaluating.EvaluationRequest(workdir=run), None)
     shutil.copytree(workdir / "model", run / "model")
-    made = evaluating.evaluate(evaluating.Asked(workdir=run, most_tasks=1), None)
+    made = evaluating.evaluate(evaluating.EvaluationRequest(workdir=run, most_tasks=1), None)
     assert (made.source, len(made.tasks), len(made.tasks[0].rewards)) == ("mine, exported model", 1, 4)
     assert "has no checkpoint, so its export" in capsys.readouterr().err
 
@@ -126,7 +126,7 @@ def test_every_task_of_a_file_is_evaluated_once(workdir, tmp_path):
     run.task.source = "libra_jax.environments.datasets:task_source"
     run.task.environment = "libra_jax.environments.question:environment"
     run.task.path = "missing.jsonl"
-    asked = evaluating.Asked(model=str(workdir / "model"), tasks=str(tmp_path / "tasks.jsonl"), attempts=2)
+    asked = evaluating.EvaluationRequest(model=str(workdir / "model"), tasks=str(tmp_path / "tasks.jsonl"), attempts=2)
     made = evaluating.evaluate(asked, config.checked(run))
     assert len({one.task for one in made.tasks}) == len(made.tasks) == 4, "of equal tasks, one counts"
 
@@ -178,7 +178,7 @@ def test_bad_flags_are_one_sentence_with_the_fix(workdir, asked, sentence):
     if "workdir" in asked:
         asked = {**asked, "workdir": workdir / asked["workdir"]}
     with pytest.raises(protocols.LibraError, match=sentence):
-        evaluating.evaluate(evaluating.Asked(**asked), None)
+        evaluating.evaluate(evaluating.EvaluationRequest(**asked), None)
 
 
 @pytest.mark.parametrize(("text", "sentence"), [("", "holds no tasks"), (None, "no such file of tasks")])
@@ -189,7 +189,7 @@ def test_a_file_without_tasks_is_refused_by_the_flag(tmp_path, workdir, text, se
     file = tmp_path / "tasks.jsonl"
     if text is not None:
         file.write_text(text)
-    asked = evaluating.Asked(model=str(workdir / "model"), tasks=str(file))
+    asked = evaluating.EvaluationRequest(model=str(workdir / "model"), tasks=str(file))
     with pytest.raises(protocols.DataError, match=rf"^--tasks={file}: .*{sentence}"):
         evaluating.evaluate(asked, config.checked(run))
 
@@ -201,7 +201,7 @@ def test_a_model_that_is_not_there_is_refused_by_the_flag(tmp_path, name, proble
     with pytest.raises(
         protocols.DataError, match=rf"^--model={tmp_path / name}: {problem}; give a directory of weights"
     ):
-        evaluating.evaluate(evaluating.Asked(model=str(tmp_path / name)), config.checked(small()))
+        evaluating.evaluate(evaluating.EvaluationRequest(model=str(tmp_path / name)), config.checked(small()))
 
 
 def test_a_run_that_holds_no_tasks_out_is_told_to_name_some(tmp_path, workdir):
@@ -211,7 +211,7 @@ def test_a_run_that_holds_no_tasks_out_is_told_to_name_some(tmp_path, workdir):
     run.task.environment = "libra_jax.environments.question:environment"
     run.task.path, run.task.arguments = str(tmp_path / "tasks.jsonl"), {"holdout": 0.0}
     with pytest.raises(protocols.DataError, match=r"^--tasks: none is given, and the run holds no task out .*=FILE$"):
-        evaluating.evaluate(evaluating.Asked(model=str(workdir / "model")), config.checked(run))
+        evaluating.evaluate(evaluating.EvaluationRequest(model=str(workdir / "model")), config.checked(run))
 
 
 def test_a_checkpoint_of_another_run_or_with_other_weights_is_refused(workdir, tmp_path):
@@ -223,11 +223,11 @@ def test_a_checkpoint_of_another_run_or_with_other_weights_is_refused(workdir, t
     shutil.rmtree(run / name / "trainer")
     shutil.copytree(other / name / "trainer", run / name / "trainer")
     with pytest.raises(protocols.DataError, match=rf"{name} cannot be used: trainer/"):
-        evaluating.chosen(evaluating.Asked(workdir=run, step=1), None)
+        evaluating.chosen(evaluating.EvaluationRequest(workdir=run, step=1), None)
     shutil.rmtree(run / name)
     shutil.copytree(other / name, run / name)
     for step in (1, None):
         with pytest.raises(protocols.DataError, match=rf"{name} cannot be used: it is of the run .* instead of "):
-            evaluating.chosen(evaluating.Asked(workdir=run, step=step), None)
+            evaluating.chosen(evaluating.EvaluationRequest(workdir=run, step=step), None)
     with pytest.raises(protocols.DataError, match=r"it is of the run .* instead of "):
         libra_jax.evaluate(small(), model=run)

@@ -26,7 +26,7 @@ def test_a_loop_worker_scores_by_the_reward_functions_of_the_config():
     async def body() -> tuple[rollouts.RolloutAgent, bool]:
         cluster = inprocess.InProcessCluster()
         run = run_context.RunContext(config, cluster, memory.MemoryRecorder(), Path("unused"), scope=None)
-        async with loop_worker.opened(run) as agent:
+        async with loop_worker.open_agent(run) as agent:
             scored = agent.reward is not None
         await cluster.shutdown()
         return agent, scored

@@ -36,7 +36,7 @@ def _chats(path, count=120):
 
 def test_tuning_lowers_the_held_out_loss_which_transformers_confirms(config, tmp_path):
     data = _chats(tmp_path / "chats.jsonl")
-    asked = supervised.Asked(data, tmp_path / "out", epochs=2, batch_size=16, holdout=0.1)
+    asked = supervised.TuningRequest(data, tmp_path / "out", epochs=2, batch_size=16, holdout=0.1)
     config.optimizer.learning_rate = 1e-2
     told = []
     metrics = supervised.tune(config, asked, told.append)
@@ -65,7 +65,9 @@ def test_an_adapter_is_tuned_whatever_the_config_says_of_reinforcement_learning(
     config.model.lora.rank, config.model.lora.sync = 4, "merge"
     # Neither a warm start nor an objective of the run takes part.
     config.warm_start.steps, config.algorithm.kl_coefficient = 50, 0.1
-    asked = supervised.Asked(_chats(tmp_path / "chats.jsonl", 32), tmp_path / "out", epochs=2, batch_size=8, holdout=0)
+    asked = supervised.TuningRequest(
+        _chats(tmp_path / "chats.jsonl", 32), tmp_path / "out", epochs=2, batch_size=8, holdout=0
+    )
     metrics = supervised.tune(config, asked, lambda text: None)
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     assert (tmp_path / "out/model/adapter/adapter_config.json").exists()
@@ -73,7 +75,7 @@ def test_an_adapter_is_tuned_whatever_the_config_says_of_reinforcement_learning(
 
 def test_several_trainer_processes_are_refused_by_name(config, tmp_path):
     config.cluster.backend, config.trainer.processes, config.trainer.data = "ray", 2, 2
-    asked = supervised.Asked(_chats(tmp_path / "chats.jsonl"), tmp_path / "out")
+    asked = supervised.TuningRequest(_chats(tmp_path / "chats.jsonl"), tmp_path / "out")
     with pytest.raises(protocols.ConfigError, match=r"trainer.processes: fine-tuning runs in one process, not 2"):
         supervised.tune(config, asked)
 
@@ -91,7 +93,7 @@ def test_several_trainer_processes_are_refused_by_name(config, tmp_path):
 def test_a_malformed_chat_is_refused_by_its_row(config, tmp_path, row, sentence):
     (tmp_path / "bad.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(protocols.DataError, match=sentence):
-        supervised.tune(config, supervised.Asked(str(tmp_path / "bad.jsonl"), tmp_path / "out"))
+        supervised.tune(config, supervised.TuningRequest(str(tmp_path / "bad.jsonl"), tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -106,4 +108,4 @@ def test_a_malformed_chat_is_refused_by_its_row(config, tmp_path, row, sentence)
 def test_an_unusable_flag_is_refused_by_name(config, tmp_path, fields, sentence):
     data = _chats(tmp_path / "chats.jsonl")
     with pytest.raises(protocols.ConfigError, match=sentence):
-        supervised.tune(config, supervised.Asked(data, tmp_path / "out", **fields))
+        supervised.tune(config, supervised.TuningRequest(data, tmp_path / "out", **fields))

@@ -69,7 +69,7 @@ def test_a_comparison_of_policies_covers_nothing(shown, tmp_path, policies, seed
 def test_a_plan_is_drawn_where_it_is_the_only_split(shown, tmp_path, others):
     config = configuration.to_dict(simulate.get_config("search"))
     config["steps"] = 1
-    asked = planned.Asked(hardware="h100", model="Qwen3-8B", accelerators=16, wanted=scripts.Wanted(2000.0))
+    asked = planned.PlanRequest(hardware="h100", model="Qwen3-8B", accelerators=16, lengths=scripts.Wanted(2000.0))
     wider = [meshes.Mesh(2 + each, 4, 1, 9.0 - each, 1e9) for each in range(others)]
     splits = [BEST, *(search.Split(mesh, BEST.rollout, 40.0, 40.0) for mesh in wider)]
     planned.draw(tmp_path / "a.svg", BEST, splits, planned.case(config, asked))

@@ -26,7 +26,7 @@ def values(**changes):
 
 
 def test_flags_name_machine_model_and_lengths_of_a_simulated_run():
-    asked = planned.Asked(hardware="h100", model="Qwen3-8B", accelerators=16, wanted=scripts.Wanted(PAIR))
+    asked = planned.PlanRequest(hardware="h100", model="Qwen3-8B", accelerators=16, lengths=scripts.Wanted(PAIR))
     case = planned.case(values(), asked)
     assert (case.name, case.model.sheet.name, case.devices) == ("Qwen3-8B", "h100", 16)
     assert case.lengths.generated_mean == pytest.approx(4000, rel=0.01)
@@ -41,20 +41,20 @@ def test_flags_name_machine_model_and_lengths_of_a_simulated_run():
 
 
 def test_a_model_may_be_named_by_its_hugging_face_id():
-    case = planned.case(values(), planned.Asked(hardware="h100", model="Qwen/Qwen3-8B", accelerators=16))
+    case = planned.case(values(), planned.PlanRequest(hardware="h100", model="Qwen/Qwen3-8B", accelerators=16))
     assert case.as_json()["model"] == "Qwen3-8B"
-    other = planned.Asked(hardware="h100", model="Someone/Qwen3-8B", accelerators=16)
+    other = planned.PlanRequest(hardware="h100", model="Someone/Qwen3-8B", accelerators=16)
     with pytest.raises(protocols.ConfigError, match="did you mean 'Qwen3-8B'"):
         planned.case(values(), other)
 
 
 def test_a_preset_of_its_shape_stands_for_a_model_that_is_not_here():
     config = libra_config.to_dict(published.get_config("search-30b-h100"))
-    case = planned.case(config, planned.Asked(workload="search"))
+    case = planned.case(config, planned.PlanRequest(workload="search"))
     assert (case.name, case.model.sheet.name, case.devices) == ("Qwen3-30B-A3B", "h100", 64)
     config["model"]["path"] = "nowhere/at/all"  # no id of the Hugging Face hub
     for given in ({"model.path"}, set()):
-        asked = planned.Asked(workload="search", given=frozenset(given))
+        asked = planned.PlanRequest(workload="search", overrides=frozenset(given))
         if given:  # the preset is the config's, of the model that the command line replaced
             with pytest.raises(protocols.DataError, match="nowhere/at/all: no such model directory"):
                 planned.case(config, asked)
@@ -65,7 +65,7 @@ def test_a_preset_of_its_shape_stands_for_a_model_that_is_not_here():
 def test_one_entry_gives_the_slots_of_all_instances():
     config = values()
     config["simulation"]["slots"] = (24,)
-    slots = planned.case(config, planned.Asked(given=frozenset({"simulation.slots"}))).slots
+    slots = planned.case(config, planned.PlanRequest(overrides=frozenset({"simulation.slots"}))).slots
     assert set(slots) == {24}
     assert len(slots) == len(config["rollout"]["tensor_parallel"])
 
@@ -82,13 +82,13 @@ def real(**trainer):
 
 
 def test_rollouts_end_where_the_context_of_the_run_is_full():
-    asked = planned.Asked(hardware="h200", accelerators=16, workload="search", wanted=scripts.Wanted(6_000.0))
+    asked = planned.PlanRequest(hardware="h200", accelerators=16, workload="search", lengths=scripts.Wanted(6_000.0))
     case = planned.case(real(), asked)
     assert 0.05 < case.work.cut < 0.5
     longest = max(script.context_tokens for script in case.work.scripts)
     assert longest == 16_384, "as a run's longest context"
     case.searched()
-    short = dataclasses.replace(asked, wanted=scripts.Wanted(500.0))
+    short = dataclasses.replace(asked, lengths=scripts.Wanted(500.0))
     assert planned.case(real(), short).work.cut == 0.0
 
 
@@ -115,7 +115,9 @@ def test_a_plan_of_whole_hosts_is_laid_out_on_as_many(per_host, accelerators):
     """A run gives each host one role, and no process of the trainer spans two hosts."""
     config = real()
     config["cluster"].update(accelerators_per_host=per_host)  # without cluster.backend=ray, which launchers set
-    asked = planned.Asked(hardware="h200", accelerators=accelerators, workload="search", wanted=scripts.Wanted(3_000.0))
+    asked = planned.PlanRequest(
+        hardware="h200", accelerators=accelerators, workload="search", lengths=scripts.Wanted(3_000.0)
+    )
     plan = planned.case(config, asked).searched().best(accelerators).plan
     config["cluster"].update(backend="ray")
     run = libra_config.parse(libra_config.RunConfig, plans.applied(config, plan))
@@ -127,26 +129,26 @@ def test_a_plan_of_whole_hosts_is_laid_out_on_as_many(per_host, accelerators):
 def test_a_published_model_is_planned_without_the_hub():
     config = real()
     config["model"].update(preset=libra_config.ModelConfig().preset, path="Qwen/Qwen3-8B")
-    case = planned.case(config, planned.Asked(hardware="h100", accelerators=16, workload="search"))
+    case = planned.case(config, planned.PlanRequest(hardware="h100", accelerators=16, workload="search"))
     assert case.name == "Qwen3-8B"
 
 
 def test_a_config_for_gpus_is_not_planned_for_this_cpu():
     with pytest.raises(protocols.ConfigError, match=r"planner\.hardware: 'cpu' is not what trainer.platform=cuda runs"):
-        planned.case(real(), planned.Asked(accelerators=16, workload="search"))
+        planned.case(real(), planned.PlanRequest(accelerators=16, workload="search"))
 
 
 def test_flags_name_machine_model_and_lengths_of_a_real_run():
     config = libra_config.to_dict(libra_config.RunConfig())
     config["rollout"]["max_context"] = config["trainer"]["row_tokens"] = 65_536
-    asked = planned.Asked(hardware="h200", model="Qwen3-4B", accelerators=8, wanted=scripts.Wanted(PAIR))
+    asked = planned.PlanRequest(hardware="h200", model="Qwen3-4B", accelerators=8, lengths=scripts.Wanted(PAIR))
     case = planned.case(config, asked)
     assert (case.name, case.model.sheet.name) == ("Qwen3-4B", "h200")
     assert "1 turn" in str(case.lengths)
     with pytest.raises(protocols.ConfigError, match="--generated_tokens: a mean alone scales"):
-        planned.case(config, planned.Asked(wanted=scripts.Wanted(4000.0)))
+        planned.case(config, planned.PlanRequest(lengths=scripts.Wanted(4000.0)))
     with pytest.raises(protocols.ConfigError, match="--trace: the config of a real run has no workload"):
-        planned.case(config, planned.Asked())
+        planned.case(config, planned.PlanRequest())
 
 
 @pytest.mark.parametrize(
@@ -155,16 +157,16 @@ def test_flags_name_machine_model_and_lengths_of_a_real_run():
         ({"accelerators": 1}, "--accelerators: 1 cannot both train and roll out"),
         ({"accelerators": 10**12}, "--accelerators: 1,000,000,000,000 are more .* at most 1,000,000"),
         ({"trace": "a", "workload": "swe"}, "--workload: --trace says what rollouts are like"),
-        ({"trace": "a", "wanted": scripts.Wanted(turns=3)}, "--trace: has lengths of its own"),
+        ({"trace": "a", "lengths": scripts.Wanted(turns=3)}, "--trace: has lengths of its own"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(arguments, message):
     with pytest.raises(protocols.ConfigError, match=message):
-        planned.Asked(**arguments)
+        planned.PlanRequest(**arguments)
 
 
 def test_a_flag_and_the_field_that_says_the_same_are_refused_together():
-    asked = planned.Asked(model="Qwen3-8B", given=frozenset(["simulation.model"]))
+    asked = planned.PlanRequest(model="Qwen3-8B", overrides=frozenset(["simulation.model"]))
     with pytest.raises(protocols.ConfigError, match=r"--model: --config\.simulation\.model says the same"):
         planned.case(values(), asked)
 
@@ -222,4 +224,4 @@ def test_a_step_of_more_trajectories_than_any_has_is_refused_at_once():
     huge = values()
     huge["coordinator"]["group_size"] = 10**12
     with pytest.raises(protocols.ConfigError, match=r"config\.coordinator\.group_size: .* at most 1,000,000"):
-        planned.case(huge, planned.Asked(wanted=scripts.Wanted(PAIR)))
+        planned.case(huge, planned.PlanRequest(lengths=scripts.Wanted(PAIR)))
