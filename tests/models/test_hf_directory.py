@@ -120,6 +120,17 @@ def test_weights_are_converted_to_the_dtype_asked_for(config, params, directory)
     _same(loaded, jax.tree.map(lambda leaf: np.asarray(leaf).astype(ml_dtypes.bfloat16), params))
 
 
+def test_equal_weights_and_metadata_give_equal_files(tmp_path):
+    written = set()
+    for _ in range(12):  # the order of a hash map differs from call to call
+        hf.save_file({"a": np.arange(3.0)}, tmp_path / "a.safetensors", hf.METADATA)
+        written.add((tmp_path / "a.safetensors").read_bytes())
+    assert len(written) == 1
+    with safetensors.safe_open(tmp_path / "a.safetensors", "numpy") as handle:
+        assert handle.metadata() == hf.METADATA
+        np.testing.assert_array_equal(handle.get_tensor("a"), np.arange(3.0))
+
+
 def test_export_replaces_a_model_and_nothing_else(config, params, directory, tmp_path):
     (directory / "stale.safetensors").write_bytes(b"")
     doubled = jax.tree.map(lambda leaf: 2 * leaf, params)

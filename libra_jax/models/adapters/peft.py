@@ -47,7 +47,7 @@ def save(adapter: Any, config: model_config.TransformerConfig, directory: pathli
         tensors[f"{adapters.PREFIX}{entry.hf_name}"] = np.ascontiguousarray(stacked[entry.layer])
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        safetensors.numpy.save_file(tensors, directory / adapters.WEIGHTS_FILE, metadata=hf.METADATA)
+        hf.save_file(tensors, directory / adapters.WEIGHTS_FILE, hf.METADATA)
         text = json.dumps(adapters.to_peft(config, base), indent=2)
         (directory / adapters.CONFIG_FILE).write_text(text + "\n")
     except OSError as error:

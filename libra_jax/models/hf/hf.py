@@ -226,6 +226,18 @@ def _read_leaf(
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def save_file(tensors: dict[str, np.ndarray], file: pathlib.Path, metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file. Equal tensors and metadata give equal bytes."""
+    safetensors.numpy.save_file(tensors, file, metadata=dict(metadata))
+    # safetensors writes metadata in the order of a hash map, which differs from call to call.
+    ordered = json.dumps(dict(sorted(metadata.items())), separators=(",", ":")).encode()
+    with file.open("r+b") as handle:
+        header = handle.read(int.from_bytes(handle.read(8), "little"))
+        start = 8 + header.index(b'"__metadata__":') + len(b'"__metadata__":')
+        handle.seek(start)
+        handle.write(ordered)
+
+
 def _write(
     tensors: Iterator[tuple[str, np.ndarray]],
     dtype: str,
@@ -241,7 +253,7 @@ def _write(
     # The number of files is known only at the end, so files get their final names then.
     for number, shard in enumerate(_in_shards(tensors, max_shard_bytes), start=1):
         # Hugging Face's readers refuse files that do not name the framework of their tensor layout.
-        safetensors.numpy.save_file(shard, directory / f"{number}.safetensors", metadata=dict(metadata))
+        save_file(shard, directory / f"{number}.safetensors", metadata)
         # On the disk before the rename: after a power cut, the directory is the old model or the whole new one.
         with (directory / f"{number}.safetensors").open("rb") as file:
             os.fsync(file.fileno())
