@@ -65,18 +65,20 @@ _MOST_DIGITS, _MOST_EXPONENT = 100, 400
 _MINUS = "\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{FULLWIDTH HYPHEN-MINUS}"
 _SIGN = f"[-+{_MINUS}]"
 # `- 5` is -5 where nothing stands before it that 5 could be subtracted from.
-_SPACED = rf"(?:\A|(?<=[=\u2248($\[{{])|(?<=[=\u2248]\s)|(?<=[=\u2248]\s\s)){_SIGN}\s"
+_BEFORE = r"\A|(?<=[=\u2248($\[{])|(?<=[=\u2248]\s)|(?<=[=\u2248]\s\s)|(?<=: )|(?<=\bis )|(?<=\bare )|(?<=\bequals )"
+_SPACED = rf"(?:{_BEFORE}){_SIGN}\s"
 _APART = r"(?:,\\!\s?|,|\{,\}|\\,|[_\u00a0\u2009\u202f]| (?=\d{3}(?!\d)))"  # what may stand between groups of digits
 _TEN = rf"10\s*(?:\^|\*\*)\s*\{{?({_SIGN}?\d+)\}}?"
 _ALONE = r"(?<!\w)(?<!\w\.)"  # the digit is part of no word and of no number before it
 
-# Groups: sign; whole part, numerator and denominator of a \frac; exponent of a power of ten; then digits, decimals,
-# exponent, factor's exponent, denominator of any other number.
+# Groups: sign; whole part, numerator and denominator of a \frac; exponent of a power of ten; then the whole part of a
+# mixed number, digits, decimals, exponent, factor's exponent, denominator of any other number.
 _NUMBER = re.compile(
     rf"(?:({_SPACED}|(?<![\w.)\]}}]){_SIGN})(?:\\?[$€£])?)?(?:"
     rf"(?:{_ALONE}(\d{{1,60}}))?\\[cdt]?frac\s*(?:\{{({_SIGN}?\d+)\}}|(\d))\s*(?:\{{(\d+)\}}|(\d))"
     rf"|{_ALONE}{_TEN}"
-    rf"|(?:{_ALONE}(?P<digits>\d+(?:{_APART}\d+)*(?:\.\d+)?)|(?<![\w.])(\.\d+))"
+    rf"|(?:{_ALONE}(?:(?P<mixed>\d{{1,60}}) (?=\d{{1,2}}/\d))?(?P<digits>\d+(?:{_APART}\d+)*(?:\.\d+)?)(?!\.?\d)"
+    r"|(?<![\w.])(\.\d+))"
     rf"(?:[eE]({_SIGN}?\d+)|\s*(?:[\u00d7·*x]|\\times|\\cdot)\s*{_TEN})?(?:/(\d+))?)"
 )
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+")
@@ -89,9 +91,9 @@ _PAIR = re.compile(
 def last_number(text: str) -> fractions.Fraction | None:
     r"""Returns the last number of a text. None if the text has none, or one that is too long.
 
-    Numbers are `-1,024.5`, `.5`, `1e-5`, `2 \times 10^{-5}`, `1/2`, `\frac{1}{2}` and the like. A single comma that
-    cannot group thousands is a decimal comma, as in `math-verify`, but not in `(1,2)` and `[1,2]`. The last item of a
-    list is its last number.
+    Numbers are `-1,024.5`, `.5`, `1e-5`, `2 \times 10^{-5}`, `1/2`, `1 1/2`, `\frac{1}{2}` and the like. Dates and
+    versions such as `15.03.2024` hold none. A single comma that cannot group thousands is a decimal comma, as in
+    `math-verify`, but not in `(1,2)` and `[1,2]`. The last item of a list is its last number.
     """
     text = _PAIR.sub(r"\1, \2", text.strip())
     last = collections.deque(_NUMBER.finditer(text), maxlen=1)
@@ -106,7 +108,7 @@ def number(text: str) -> fractions.Fraction | None:
 
 
 def _value(match: re.Match[str]) -> fractions.Fraction | None:
-    sign, whole_part, up, above, down, below, ten, digits, dotted, exponent, factor, over = match.groups()
+    sign, whole_part, up, above, down, below, ten, mixed, digits, dotted, exponent, factor, over = match.groups()
     if any(part and len(part) > _MOST_DIGITS for part in match.groups()):
         return None
     power = int(_plain(ten or exponent or factor or "0"))
@@ -121,6 +123,8 @@ def _value(match: re.Match[str]) -> fractions.Fraction | None:
             sign = sign if alone else ""  # it is the first number's
             size = fractions.Fraction(decimals) * fractions.Fraction(10) ** power
             size /= int(over or 1)
+            if mixed and size < 1:  # `1 1/2`
+                size += int(mixed)
     except ZeroDivisionError:
         return None
     return -size if sign and _plain(sign).strip() == "-" else size

@@ -243,6 +243,19 @@ ENDS = [  # output, accepted answer, value: what the texts say, by plain arithme
         for gold in (-5, 5)
         for text in ("8-5", "8\u20135", "8 - 5", "x = 8 - 5", "8 \u2013 5")
     ),
+    *(
+        (text, gold, int(gold == -5))
+        for gold in (-5, 5)
+        for text in ("The answer is - 5", "Temperature: - 5", "x equals - 5.")
+    ),
+    ("Steps:\n- 5", 5, 1),
+    ("1 1/2", "1/2", 0),
+    ("it takes 1 1/2 hours", 1.5, 1),
+    ("-1 1/2", -1.5, 1),
+    ("12 345/5", 2469, 1),
+    ("10 20/5", 4, 1),
+    *((text, gold, 0) for text, gold in (("1.2.3", 1.2), ("15.03.2024", 15.03), ("192.168.0.1", 192.168))),
+    ("it is 3.5.", 3.5, 1),
     ("(1,2)", 1.2, 0),
     ("(1,2)", 2, 1),
     ("\\left[1,2\\right]", 1.2, 0),
