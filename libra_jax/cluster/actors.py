@@ -222,7 +222,6 @@ class ActorHost:
     """An actor, its thread and its running calls. Lives in the process and on the event loop that run the actor.
 
     Attributes:
-      spec: how the actor is made.
       surroundings: entered while the actor's `start` runs.
       methods: public methods of the actor, once it is made.
     """
@@ -376,7 +375,6 @@ class Handle:
     """`protocols.ActorHandle` of an actor that a backend made.
 
     Args:
-      name: name of the actor.
       kinds: public methods of the actor.
       call: runs a sync or async method by its name.
       stream: runs a stream method by its name.
@@ -413,8 +411,6 @@ class Handle:
 
         Raises:
           AttributeError: the actor has no such public method.
-          WorkerLost: the actor is gone.
-          LibraError: the method failed.
         """
         return cast(T, await self._call(self._method_name(method), *args, **kwargs))
 

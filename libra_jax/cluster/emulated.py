@@ -47,7 +47,6 @@ class EmulatedHosts:
     The hosts end with this process, in any case.
 
     Args:
-      count: number of hosts.
       accelerators: number of accelerators of each host; CPU cores stand for them.
       gpus: tell Ray of an equal number of GPUs, which do not exist.
       seconds: seconds for all hosts to start.

@@ -52,7 +52,6 @@ class Granted:
     """The hosts of a run, and the node of each host.
 
     Attributes:
-      layout: layout of the run over the hosts.
       nodes: one node per host, in the order of the hosts' numbers.
       resource: Ray's name for the accelerators: "GPU" or "TPU"; "CPU" if cores stand for them.
     """

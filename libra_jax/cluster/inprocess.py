@@ -75,12 +75,7 @@ class InProcessCluster:
     _hosts: dict[str, actors.ActorHost] = field(default_factory=dict, init=False)
 
     async def spawn(self, spec: ActorSpec) -> actors.Handle:
-        """Makes the actor and returns its handle.
-
-        Raises:
-          ConfigError: the factory cannot be found.
-          LibraError: the factory failed, or the name is taken.
-        """
+        """Makes the actor and returns its handle."""
         actors.check_name_free(spec.name, self._hosts)
         # `start` makes processes, too, which inherit the variables.
         host = actors.ActorHost(spec, functools.partial(_environment, spec.environment))
@@ -94,12 +89,7 @@ class InProcessCluster:
         return actors.Handle(spec.name, methods, host.call, functools.partial(_stream, host))
 
     async def stop(self, name: str) -> None:
-        """Ends the actor. Does nothing if it was stopped before.
-
-        Raises:
-          DeadlineMissed: the actor did not stop in time; the message names the call it was in.
-          LibraError: its `shutdown` failed.
-        """
+        """Ends the actor. Does nothing if it was stopped before."""
         host = self._hosts.pop(name, None)
         if host is not None:
             await host.stop(self.shutdown_seconds)

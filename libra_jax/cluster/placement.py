@@ -82,8 +82,6 @@ class Engines:
     """Makes the specs of a run's rollout engines.
 
     Args:
-      config: configuration of the run.
-      shape: shape of the model.
       workdir: folder of the run; each engine has a log file in it.
     """
 

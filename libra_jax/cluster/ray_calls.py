@@ -36,11 +36,9 @@ class Caller:
     """Calls one actor, for one life of its process. Belongs to one event loop.
 
     Args:
-      name: name of the actor.
       handle: Ray's handle of its process.
       caller: name of the calling process, unique among those that call the actor.
       birth: facts about the actor's process.
-      batches: the caller's batches in the object store.
     """
 
     def __init__(
@@ -164,8 +162,6 @@ class Address:
     """`protocols.ActorAddress` of an actor of this Ray cluster. It can be pickled.
 
     Attributes:
-      name: name of the actor.
-      methods: its public methods.
       process: Ray's handle of its process.
       birth: facts about the process.
     """

@@ -37,9 +37,7 @@ class _Actor(ray_calls.Caller):
         """Starts the actor's process.
 
         Args:
-          spec: how the actor is made.
           where: Ray's options for the actor's place, beside its resources.
-          batches: the cluster's batches in the object store.
         """
         self.spec = spec
         options: dict[str, Any] = {

@@ -172,9 +172,6 @@ class RayHost:
         Args:
           caller: name of the calling process.
           number: number that the caller gives the stream.
-          method: name of the method.
-          args: its arguments.
-          kwargs: its keyword arguments.
         """
         reader = self._readers[caller]
         stream = reader.streams[number] = _Stream()

@@ -48,7 +48,6 @@ class Placement:
     """Places a run's actors. Made inside the event loop that it serves.
 
     Args:
-      layout: layout of the run over its hosts.
       resource: Ray's name for the accelerators: "GPU" or "TPU"; "CPU" if cores stand for them.
       seconds: seconds for the cluster to have room, for a host to answer, and for a lost host to be replaced
         (`config.deadlines.cluster_start`).

@@ -228,11 +228,7 @@ def _reach(address: str, seconds: float) -> None:
 
 
 def _wait_for_node(address: str, seconds: float) -> None:
-    """Waits until a Ray node runs on this machine. Without a node, Ray would search for one for a minute.
-
-    Raises:
-      ConfigError: no node runs within `seconds`.
-    """
+    """Waits until a Ray node runs on this machine. Without a node, Ray would search for one for a minute."""
     deadline = time.monotonic() + seconds
     while not any(process.info["name"] == "raylet" for process in psutil.process_iter(["name"])):
         if time.monotonic() > deadline:

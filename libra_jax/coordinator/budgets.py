@@ -18,7 +18,6 @@ class Prompt:
     """What is known of a prompt that gets rollouts.
 
     Attributes:
-      prompt_id: id of its task.
       success: share of its past rollouts that succeeded; None if it has none.
       rollouts: number of past rollouts behind `success`, older ones weighted less.
     """

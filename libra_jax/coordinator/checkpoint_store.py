@@ -109,7 +109,6 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
     """Returns the newest checkpoint that verifies.
 
     Args:
-      workdir: the run's folder.
       trainer: also verify the trainer's files; if False, only the coordinator's.
 
     Raises:
@@ -159,7 +158,6 @@ def counting(workdir: Path, without: Collection[Path] = ()) -> dict[int, Stored]
     This function does not read their files.
 
     Args:
-      workdir: the run's folder.
       without: manifests to ignore.
     """
     by_step: dict[int, Stored] = {}

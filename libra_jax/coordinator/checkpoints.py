@@ -161,7 +161,6 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-      workdir: the run's folder.
       keep: number of newest checkpoints to keep.
       fencing: the run's fencing token, checked before each write. None disables fencing.
 

@@ -52,8 +52,6 @@ class Dispatcher(protocols.Dispatch):
 
     Args:
       run: what the parts of the run share (`scheduler`, `deadlines`).
-      scheduler: decides which instance serves a request.
-      engines: the rollout instances.
 
     Attributes:
       seconds: seconds spent on scheduling decisions and book-keeping, since `take_seconds`.

@@ -78,8 +78,6 @@ class PlanFollower:
 
     Args:
       run: what the parts of the run share. The recorder gets each decision, and a span for each move.
-      planner: decides on plans.
-      engines: the rollout instances.
       dispatcher: dispatches requests to the instances.
       resizing: changes the trainer's mesh.
 

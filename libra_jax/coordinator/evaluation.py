@@ -55,8 +55,6 @@ class WarmStart:
 
         Args:
           step: takes one step on the trainer.
-          ending: the run's end.
-          status: takes a line about the progress.
 
         Returns:
           The last step's metrics under `warm_start/`; empty if no step was left.
@@ -145,10 +143,8 @@ async def evaluate(
 
     Args:
       config: the run's configuration (`evaluation`).
-      runner: runs one rollout.
       tasks: source of the held-out tasks.
       version: the served version, which becomes part of the rollouts' names.
-      status: takes a line about the progress.
 
     Raises:
       EnvironmentCrashed: no task could be scored.
@@ -217,9 +213,6 @@ async def loaded(
 
     Args:
       run: what the parts of the run share; nothing is written into the workdir but logs.
-      specs: what the workers are made from.
-      agent: what the policy is asked to do.
-      scheduler: decides which instance serves a request.
       checkpoint: the trainer's part of a checkpoint; None takes the weights of the config's model.
 
     Yields:

@@ -80,7 +80,6 @@ class Token:
     """The fencing token of a run.
 
     Attributes:
-      workdir: the run's folder.
       number: number of the token, from 1.
     """
 
@@ -128,7 +127,6 @@ def take(workdir: Path, newest_step: Callable[[], int]) -> Token:
     """Takes the next fencing token of a workdir. From then on, every earlier run in the workdir is superseded.
 
     Args:
-      workdir: the run's folder.
       newest_step: returns the step of the newest checkpoint (`checkpoints.newest_step`). It is called once earlier runs
         are fenced off.
 
@@ -184,7 +182,6 @@ def _write(workdir: Path, holder: Holder, *, new: bool) -> None:
     """Writes the token's file with its whole content, or not at all, even if this process dies.
 
     Args:
-      workdir: the run's folder.
       holder: the content.
       new: if True, the token must not have been taken; if False, its file is replaced.
 

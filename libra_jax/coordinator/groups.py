@@ -38,7 +38,6 @@ class Groups:
       run: what the parts of the run share (`coordinator`, `rollout.temperature`). The recorder gets a note for each
         replacement after a failure, and events get a RolloutEnded for each rollout and a GroupSettled for each group
         that has finished or was replaced. The run ends if too many groups have to be replaced.
-      runner: runs one rollout.
       rates: counts the successes of groups whose rollouts are all scored.
       replays: stores the successes of such groups, and gives stored ones to groups without any.
 
@@ -278,7 +277,6 @@ class Batches:
       run: what the parts of the run share (`coordinator`, `steps`). Each GroupSettled may complete a batch.
       prompts: chooses the task and the number of rollouts of each group.
       replays: chooses a stored success for each group.
-      groups: runs the groups.
       runner: begins the rollouts of new groups.
       weight_sync: knows the served version, which becomes a group's dispatch version.
       saver: commits a checkpoint while the trainer waits for a batch.

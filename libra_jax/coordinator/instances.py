@@ -52,7 +52,6 @@ class Engine:
     """One rollout instance, across all its restarts.
 
     Attributes:
-      spec: how to make its actor.
       hybrid: True if its devices also train; plans leave such an engine alone.
       state: starting -> loaded (processes up, no useful weights) -> serving; asleep while its devices train; lost until
         restarted; dead for good; retired by a plan, and out of `Instances.engines`.
@@ -99,7 +98,6 @@ class Instances:
       run: what the parts of the run share (`rollout`, `deadlines`). Events get EnginesChanged, EnginesReplanned,
         EngineUpdated, EngineLost, and EngineLoaded for each engine that needs weights. The run ends if no engine can
         ever serve again.
-      specs: one spec for each engine.
       make_spec: makes engines that a plan adds. Without it, no plan can be followed.
       hybrid: names of the engines whose devices also train.
 

@@ -45,8 +45,6 @@ class _Worker(protocols.PlacementSink):
     """A loop worker, across its restarts.
 
     Attributes:
-      engines: the rollout instances.
-      spec: how to make its actor.
       up: True while it takes rollouts.
       restarts: number of restarts.
       dead: True once no restart is left.
@@ -137,7 +135,6 @@ class LoopWorkers(rollouts.Runner):
       agent: what the policy is asked to do; tasks and the teacher stay here.
       specs: one for each worker.
       dispatcher: places the requests.
-      engines: the rollout instances.
     """
 
     def __init__(

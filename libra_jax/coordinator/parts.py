@@ -79,16 +79,9 @@ class WorkerSpecs:
 class Workers:
     """The workers of a run. `start` sets the attributes. Create it inside the event loop that it serves.
 
-    Args:
-      run: what the parts of the run share.
-      specs: what the workers are made from.
-
     Attributes:
-      specs: what the workers are made from.
-      trainer: trains.
       sizes: sizes of the trainer's mesh.
       peak_flops: peak FLOP/s of one of the trainer's devices; None if unknown.
-      engines: the rollout instances.
       sides: training sides of the hybrid workers; None if the run has no hybrid workers.
       hosts: the weight relays; None if the trainer's host is the only one.
     """
@@ -110,7 +103,6 @@ class Workers:
 
         Args:
           planner: also adopts the plan.
-          stored: the checkpoint.
         """
         specs = self.specs
         if planner is None or specs.make_engine is None:
@@ -198,10 +190,8 @@ class Parts:
     """The parts of a run.
 
     Attributes:
-      trainer: trains.
       dispatcher: places requests on instances.
       streams: samples tokens for rollouts of this process.
-      runner: runs rollouts.
       groups: groups in flight and finished groups.
       prompts: chooses tasks and the sizes of their groups.
       replays: stores successful rollouts for later groups of their prompts.
@@ -242,9 +232,6 @@ def wire(
     """Makes the parts of a run. Call it inside the event loop that they serve.
 
     Args:
-      run: what the parts of the run share.
-      agent: what the policy is asked to do.
-      scheduler: decides which instance serves a request.
       planner: decides who trains and who rolls out; None leaves everything as it is.
       workers: they have started.
       state: returns the coordinator's part of a checkpoint.

@@ -66,11 +66,6 @@ class Prompts:
     staleness bound has had trained by then, unless groups were replaced. It depends on no timing. So a run that goes on
     from a checkpoint chooses as if it had not stopped.
 
-    Args:
-      config: the run's configuration.
-      tasks: source of the tasks.
-      rates: success rates of prompts.
-
     Raises:
       ConfigError: the config names a budget that does not exist, or an order that the source cannot have.
     """

@@ -46,7 +46,6 @@ class StepReport:
 
     Attributes:
       version: the version that trained.
-      groups: groups of the batch.
       trainer: the trainer's own metrics.
       begun_groups: number of the groups that the trainer began on before the batch was complete.
       sync_bytes: bytes that each engine loaded in the weight sync after the step.
@@ -166,7 +165,6 @@ def training_speed(trainer: Mapping[str, float], seconds: float, peak_flops: flo
 
     Args:
       trainer: the trainer's metrics of the step.
-      seconds: seconds of the step.
       peak_flops: peak FLOP/s of a device; None leaves the utilisation out.
     """
     # Simulated trainers report none of these.

@@ -65,9 +65,6 @@ class Coordinator:
 
     Args:
       context: what the parts of the run share.
-      specs: what its workers are made from.
-      agent: what the policy is asked to do.
-      scheduler: decides which instance serves a request.
       planner: decides who trains and who rolls out; None leaves everything as it is.
     """
 

@@ -171,7 +171,6 @@ class Stopping:
 
     Args:
       run: what the parts of the run share. `deadlines.grace` is the time from SIGTERM to the end.
-      ending: the run's end.
       abort_step: asks the trainer to abort the step under way; called only during a step.
 
     Attributes:

@@ -49,7 +49,6 @@ class Stream:
         """Has the trainer sum the gradients of groups that may join the step already; returns whether there were any.
 
         Args:
-          bound: the staleness bound.
           step: version that trains on them.
           finished: finished groups by number, in the order in which they finished.
           running: dispatch versions of the unfinished groups by number.

@@ -84,7 +84,6 @@ def for_experts(
     (`models.experts`), for experts that are taken equally often.
 
     Args:
-      shape: shape of the model.
       columns: tokens of a device's shard.
       fsdp: ways that the experts are split.
       tensor: ways that an expert's columns are split.
@@ -102,7 +101,6 @@ def over_context(
     """Returns the bytes that attention of all layers sends over `context`.
 
     Args:
-      shape: shape of the model.
       columns: tokens of a device.
       tensor: ways that a layer's matrices are split.
       context: ways that a row is split.
@@ -127,7 +125,6 @@ def volumes(
     """Returns the least wire bytes of one micro-batch's forward and backward pass.
 
     Args:
-      shape: shape of the model.
       data: replicas.
       fsdp: ways that parameters are split.
       tensor: ways that a layer's matrices are split.

@@ -98,13 +98,10 @@ class TransformerConfig:
       vocab_size: rows of the embedding table.
       hidden_size: width of the residual stream.
       intermediate_size: width of the gated feed-forward layer; with experts, no layer has it.
-      num_layers: decoder layers.
-      num_heads: query heads.
       num_kv_heads: key and value heads; divides `num_heads`.
       head_dim: width of a head; not necessarily hidden_size / num_heads.
       max_position_embeddings: longest context in tokens that the model was made for; for yarn, after stretching.
       rms_norm_eps: constant added to the mean square under the root.
-      rope: rotary position embedding.
       qkv_bias: query, key and value projections have a bias.
       output_bias: the attention output projection has a bias.
       mlp_bias: the three feed-forward projections have a bias.
@@ -226,7 +223,6 @@ def to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
     """Returns the config.json of `config`, readable by transformers 4 and 5 and by vLLM.
 
     Args:
-      config: shape of the model.
       dtype: dtype of the weights: "float32", "bfloat16" or "float16".
     """
     eos = list(config.eos_token_ids)

@@ -69,7 +69,6 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
     """Checks that the model splits evenly over a mesh.
 
     Args:
-      config: shape of the model.
       mesh_shape: size of each mesh axis; a missing axis has size 1.
 
     Raises:
@@ -117,7 +116,6 @@ def check_context(heads: int, context: int, row_tokens: int, tensor: int = 1) ->
     Args:
       heads: query heads of a tensor shard.
       context: devices that a row is split over.
-      row_tokens: tokens of a row.
       tensor: tensor shards, among which a row divides, too.
 
     Raises:
@@ -210,7 +208,6 @@ def choose_attention(
       kernel: kernel that the config requests; "auto" takes the platform's own kernel if it can compute the case.
       target: device that runs the kernel. An unknown capability counts as sufficient.
       tokens: length of a row.
-      head_dim: width of a head.
       dtype: dtype of the queries.
       packed: several sequences may share a row.
       whole_rows: each device attends with all queries of a row; False if `context` splits them.

@@ -178,8 +178,6 @@ def init_params(config: model_config.TransformerConfig, key: jax.Array, dtype: s
     `config.initializer_range`, biases 0, norm weights 1.
 
     Args:
-      config: shape of the model.
-      key: a jax.random key.
       dtype: dtype of every leaf.
 
     Returns:
@@ -229,7 +227,6 @@ def forward_and_losses(
 
     Args:
       params: parameters of the model, with the leaves of its adapter.
-      config: shape of the model.
       options: dtypes, rematerialisation and attention kernel.
       tokens_BxT: int, token ids.
       positions_BxT: int, position of each token in its own context.

@@ -105,7 +105,6 @@ class Replanner(Generic[Plan]):
 
     Args:
       rules: rules for looks and moves.
-      present: the plan in force.
       best: returns the best plan for the present work; None if it has to be asked again after the next step.
       seconds: plan to the seconds of a step, for the present work.
       move: (from, to) to the seconds that a move costs.

@@ -96,7 +96,6 @@ def early(
     first. All others can still be trained in time. One place stays free for the group that completes the batch.
 
     Args:
-      bound: the staleness bound.
       step: s, the version that trains.
       finished: group id -> dispatch version of the finished groups, in the order in which they finished.
       running: group id -> dispatch version of the unfinished groups.
@@ -134,7 +133,6 @@ def select(
     With spare groups, the first to finish go before the oldest: those left may never be trained.
 
     Args:
-      bound: the staleness bound.
       step: s, the version that trains.
       finished: group id -> dispatch version of the finished groups, in the order in which they finished.
       running: group id -> dispatch version of the unfinished groups.

@@ -30,13 +30,9 @@ class Server:
     """An instance, the requests that decode there and the requests that wait for exactly this instance.
 
     Args:
-      instance: the instance as it was announced.
       place: its place among the live instances, which breaks ties.
-      queue: requests that wait for this instance.
 
     Attributes:
-      name: name of the instance.
-      slots: slots of the instance.
       rates: seconds a token that its kind was asked for (`costs.Rates`), if its policy goes by them.
       read: seconds that a prefilled token adds to its steps, if its policy goes by them.
       level: level of its bucket.
@@ -227,7 +223,6 @@ class Bucket:
       level: its place among the buckets.
       queue: requests that wait for the bucket.
       busy: maps an instance to how busy it is.
-      servers: its instances.
       slots: slots of all its instances.
       free: slots of all its instances that are free.
     """

@@ -54,7 +54,6 @@ class Cmlfq(residents.ResidentScheduler):
     """The cost rule of the module.
 
     Args:
-      config: its settings.
       costs: costs of decoding and moving.
       kinds: kinds of the layout's instances, if they are known.
     """

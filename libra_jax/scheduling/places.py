@@ -28,7 +28,6 @@ class Places:
     """The requests and instances of a scheduler, with the queues, the slots in use, and the filling of free slots.
 
     Args:
-      config: the policy's settings.
       order: the ordering that "auto" stands for.
       kinds: kinds of the layout's instances, if they are known.
       busy: maps an instance to how busy it is, to find the least busy of a bucket.

@@ -27,8 +27,6 @@ class Rollout:
     """A rollout with live requests: one for each of its segments.
 
     Attributes:
-      rollout_id: id of the rollout.
-      group: its group.
       arrived: time of its first arrival, in seconds.
       requests: its live requests, in the order of their arrival.
     """
@@ -44,9 +42,6 @@ class Request:
     """A live request.
 
     Attributes:
-      request_id: id of the request.
-      prompt_id: id of its prompt.
-      group_id: id of its group.
       dispatch_version: policy version at its group's first dispatch.
       rollout: its rollout, for which a training step waits as a whole.
       context_tokens: tokens of its context at its arrival or last tool return.

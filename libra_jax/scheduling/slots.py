@@ -38,7 +38,6 @@ class SlotScheduler(places.Places):
     only a change of instances looks at all of them.
 
     Args:
-      config: the policy's settings.
       order: the ordering that "auto" stands for.
       kinds: kinds of the layout's instances, if they are known.
       learner: what the policy learns from finished requests; None learns nothing.

@@ -39,7 +39,6 @@ class Batch:
     """Steps and cache of one instance; `engine.Engine` adds the methods that the coordinator calls.
 
     Attributes:
-      name: name of the instance.
       counters: totals of what the instance did.
       slowdown: factor on the time of each step begun from now on; 1 is healthy.
     """

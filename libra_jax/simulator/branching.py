@@ -54,7 +54,6 @@ class _Rollout:
 
     Args:
       rollout: its empty trajectory.
-      world: its environment.
       tokenizer: counts the prompt's tokens.
       sampler: source of tokens.
       limits: limits of the rollout.

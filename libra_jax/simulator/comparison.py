@@ -94,7 +94,6 @@ def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRu
     """Returns the same run under another policy.
 
     Args:
-      run: the run.
       policy: name of the policy, and fields that it changes: "sticky:admission=cache+coordinator.max_concurrent=512". A
         field without a group is one of `scheduler`.
 
@@ -172,7 +171,6 @@ def entry(
     """Returns the entry of one policy under one seed in the output file.
 
     Args:
-      run: the run, under its policy.
       result: its result; None simulates it.
       policy: name of the entry, with the fields that the policy changes; None takes that of the policy.
     """
@@ -212,7 +210,6 @@ def compare(
 
     Args:
       run: from `prepare`.
-      policies: names.
       seeds: seeds of the workload and of the policies' draws.
       jobs: number of processes; 1 stays in this process.
       progress: receives a line about each run that ended.

@@ -25,7 +25,6 @@ class Engine(batch.Batch, protocols.RolloutEngine):
     """A rollout engine on virtual time. Lives on one event loop.
 
     Args:
-      name: name of the instance.
       degree: tensor-parallel degree.
       slots: most requests that decode at once.
       max_context: longest context, in tokens.

@@ -74,7 +74,6 @@ class Recording:
     """A finished run.
 
     Attributes:
-      config: its configuration.
       steps: steps in order.
       groups: scripts of each group's rollouts, in the order of dispatch.
       streams: streams on all instances, in order of their starts; `usable` is False if a weight update interrupted the

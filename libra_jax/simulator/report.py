@@ -86,7 +86,6 @@ def bars(axes: Any, names: Sequence[str], means: Sequence[float], spreads: Seque
     """Draws a bar for each name, its spread if it has one, and the mean in figures to the right of both.
 
     Args:
-      axes: axes to draw on.
       names: names of the bars, from the top.
       means: mean of each bar.
       spreads: standard deviation of each bar; 0 for none.
@@ -233,10 +232,7 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
     """Draws each policy's mean step time with its spread over seeds, and the bound as a line.
 
     Args:
-      entries: as for `table`.
-      bound_seconds: as for `table`.
       path: file to write, .svg or .png.
-      title: lines of the picture's title.
     """
     names = policies(entries)
     seeds = len({entry["seed"] for entry in entries})

@@ -126,12 +126,9 @@ def from_run(
     """Returns the results of a run.
 
     Args:
-      config: its configuration.
       summary: the coordinator's summary.
       recorder: the records of the run.
-      book: the rollouts that were made.
       log: what the trainer was given.
-      fleet: the engines.
       wall: seconds of real time that the run took.
     """
     steps = [scalars for _, scalars in recorder.steps]

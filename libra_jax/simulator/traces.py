@@ -107,11 +107,6 @@ def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool
     """Returns a replay of the trace at `path`; trajectories of one prompt become siblings.
 
     Args:
-      path: file of the trace.
-      seed: `Replay.seed`.
-      sigma: `Replay.sigma`.
-      max_context: `Replay.max_context`.
-      shuffle: `Replay.shuffle`.
       part: prompts that are replayed, one of `PARTS`, counted in the order of the file.
 
     Raises:

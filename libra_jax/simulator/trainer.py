@@ -63,7 +63,6 @@ class Trainer:
     Attributes:
       model: costs of training and weight syncs.
       devices: accelerators that train.
-      log: log of what it is given.
       mesh: mesh of the devices; None splits the work evenly.
       channels: gradient channels to hybrid workers.
       late: as `elastic.late_factor`.

@@ -37,7 +37,6 @@ class Channels:
         """Returns the sequences that a worker has summed over for this version; drops sums of other versions.
 
         Args:
-          share: the worker's share.
           version: version of the step.
           seconds: deadline for the sums; after it the result is None.
         """
@@ -77,7 +76,6 @@ def trained(batch: protocols.TrainBatch, masks: Masks | None) -> list[protocols.
     """Returns the trajectories of a batch that the trainer packs; masked ones take none of its time.
 
     Args:
-      batch: the batch.
       masks: tells which rollouts are not trained; None trains all.
     """
     every = (trajectory for group in batch.groups for trajectory in group.trajectories)
@@ -95,7 +93,6 @@ def split(lengths: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[li
 
     Args:
       lengths: tokens of each sequence.
-      shares: shares of the step.
     """
     fractions = {"": 1.0 - sum(share.fraction for share in shares), **{item.worker: item.fraction for item in shares}}
     parts: dict[str, list[int]] = {worker: [] for worker in fractions}
@@ -121,7 +118,6 @@ class TrainingSide(protocols.TrainingSide):
     """The training side of a hybrid worker on virtual time.
 
     Attributes:
-      worker: name of the hybrid worker.
       devices: number of the worker's devices.
       model: costs of training and loading.
       channels: gradient channels to the trainer.

@@ -244,7 +244,6 @@ class Trajectory(Counted, protocols.Trajectory):
     """A `protocols.Trajectory` with counted tokens, and the script that it follows.
 
     Attributes:
-      script: script of the rollout.
       branches: the further segments that have begun, as in a real one.
     """
 

@@ -300,9 +300,7 @@ def write_picture(twin: Twin, path: Path, title: str) -> None:
     """Draws measured and predicted seconds of each step, with a shade behind the steps that were fitted to.
 
     Args:
-      twin: twin to draw.
       path: file to write, .svg or .png.
-      title: title of the picture.
     """
     numbers = range(1, len(twin.measured) + 1)
     with report.picture_axes(path, 3.0, [title]) as axes:

@@ -215,7 +215,6 @@ class Synthetic:
 
     Attributes:
       shape: one of `SHAPES`.
-      seed: seed of every draw.
       tasks: prompts that the whole run is planned to train; the drift of `swe` spreads over them.
       variation: width of the difference between siblings, relative to the shape's own.
       drift: one of `DRIFTS`.
@@ -323,8 +322,6 @@ def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -
     """Returns the workload that `config` names.
 
     Args:
-      config: the workload's settings.
-      seed: seed of every draw.
       tasks: prompts that the run is planned to train; the drift of synthetic workloads spreads over them.
       max_context: longest context of a run, in tokens (`rollout.max_context`).
 

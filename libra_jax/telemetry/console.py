@@ -167,9 +167,7 @@ class PlainConsole(sinks.Sink):
     """Prints one line per step, notes as they come, and occasional status lines while no step ends.
 
     Args:
-      name: Name of the run.
       steps: Number of training steps of the whole run.
-      stream: Stream for the lines.
       clock: Returns the current seconds on the event loop's clock.
       warn: Called once with a warning if the stream is lost.
     """

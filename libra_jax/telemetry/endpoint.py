@@ -106,7 +106,6 @@ class Endpoint:
 
     Args:
       config: The `telemetry` settings, with a port.
-      run: The run that the page shows.
 
     Attributes:
       url: Address of the page.

@@ -35,7 +35,6 @@ def visible(text: str, *, lines: bool = False) -> str:
     r"""Returns the text with control, bidirectional and invisible characters spelled out, as in `\x1b[2J`.
 
     Args:
-      text: Text from any source.
       lines: Whether to keep tabs and newlines. Otherwise the text stays on one line and cannot forge the next one.
     """
     return (_CONTROLS if lines else _CONTROLS_AND_LINES).sub(_spelled, text)

@@ -283,7 +283,6 @@ class Review:
     """Reviews the lines of a file in order: whether they are whole, of this file and run, and complete.
 
     Args:
-      path: Path of the file.
       known: The run, and the number of its records. If None, the first record names the run.
       step: Last step of these records.
 

@@ -18,13 +18,8 @@ class MemoryRecorder:
     Attributes:
       steps: Pairs (step, scalars) of each call.
       spans: Tuples (track, name, start, end, arguments) of each call.
-      trajectories: Records, in order.
-      samples: Records, in order.
-      decisions: Records, in order.
-      transitions: Records, in order.
       pool_sizes: Sizes of each call, with `start` in event-loop seconds.
       statuses: Pairs (worker, text) of each call.
-      notes: Sentences, in order.
     """
 
     steps: list[tuple[int, dict[str, float]]] = field(default_factory=list)

@@ -51,7 +51,6 @@ class Sample:
     Attributes:
       step: Training step. For an evaluation, the evaluated version.
       evaluation: Whether the task is a held-out one.
-      prompt_id: Id of the task.
       reward: Reward. NaN if the file has none.
       rank: Rank of the rollout by reward in its step. 1 is the best.
       of: Number of rollouts of the step.

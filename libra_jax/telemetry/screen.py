@@ -155,9 +155,7 @@ class LiveConsole(status.RunStatus):
     goes away, only the drawing ends, not the run.
 
     Args:
-      name: Name of the run.
       steps: Number of training steps of the whole run.
-      stream: The terminal.
       clock: Returns the current seconds on the event loop's clock.
       warn: Called once with a warning if the terminal is lost.
     """

@@ -68,7 +68,6 @@ class RunStatus(sinks.Sink):
     """The current state of a run. The event-loop thread updates it. Any thread may ask for the `view`.
 
     Args:
-      name: Name of the run.
       steps: Number of training steps of the whole run.
       fencing_token: Fencing token of this start of the run in its workdir.
       clock: Returns the current seconds on the event loop's clock.
@@ -352,7 +351,6 @@ class Heartbeat:
     """Watches the event loop in which it is created, until `close`.
 
     Args:
-      workdir: Folder of the run.
       run: State that is written.
       guard: Returns whether this run may still write there.
     """

@@ -39,8 +39,6 @@ def case(
     """Compiles the programs of a run's longest rows with the most sequences, and counts what they do.
 
     Args:
-      config: configuration of the run.
-      model: shape of the model.
       devices: devices to compile for, on paper or real; the mesh takes the first of them.
       target: name of the devices' hardware sheet.
       names: programs to compile.

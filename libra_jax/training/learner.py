@@ -94,7 +94,6 @@ class Learner(model_state.ModelState):
         Args:
           loss: `step.POLICY` or `SUPERVISED`.
           params: all parameters of the policy on this learner's mesh, as `policy` nests them.
-          packed: the global batch.
           extras: further [B, T] arrays of each micro-batch.
           indices: micro-batches to sum over; an empty iterable gives zeros.
 
@@ -118,8 +117,6 @@ class Learner(model_state.ModelState):
 
         Args:
           loss: `step.POLICY` or `SUPERVISED`.
-          packed: the global batch.
-          learning_rate: learning rate of this step.
           extras: further arrays of each micro-batch (`batch.Prepared`).
 
         Raises:
@@ -148,8 +145,6 @@ class Learner(model_state.ModelState):
         Without `rest`, the host waits for the devices only at the end of each update.
 
         Args:
-          packed: the global batch.
-          learning_rate: learning rate of this step.
           extras: further arrays of each micro-batch (`batch.Prepared`).
           minibatches: micro-batches of each mini-batch.
           core_range: micro-batches of the first update to compute here first; default: all.

@@ -30,7 +30,6 @@ class Scorer:
     """Scores tokens with the model.
 
     Attributes:
-      model: shape of the model.
       options: options of the forward pass.
       logits_chunk: number of tokens whose vocabulary logits exist at once on a device.
     """
@@ -101,12 +100,10 @@ def policy(
     policy is interpolated (`corrections.interpolated_proximal`).
 
     Args:
-      params: parameters of the policy.
       batch: arrays [B, T] of `packing.MicroBatch` and `advantages`; `reference` if there is a reference model; `moved`
         if there are several instances: above 0 on the tokens of trajectories that several instances served;
         `proximal`, the log-probabilities of before the batch's first update; `staleness`, of each token in versions;
         `rollout_tokens` if rollouts were split (`aggregation.token_weights`).
-      scorer: scores the tokens.
       algorithm: settings of the objective.
       temperature: sampling temperature of the tokens.
       packed: several sequences may share a row.
@@ -167,9 +164,7 @@ def supervised(params: Any, batch: Batch, *, scorer: Scorer) -> objective.Object
     """Computes the cross entropy of the trained tokens at temperature 1, a mean over tokens.
 
     Args:
-      params: parameters of the policy.
       batch: arrays [B, T] of `packing.MicroBatch`.
-      scorer: scores the tokens.
     """
     # Demonstrations were not sampled from the policy, so no sampling temperature applies.
     log_probs_BxT, entropy_BxT, _ = scorer(params, batch, temperature=1.0)

@@ -53,8 +53,6 @@ class ModelState:
         """Builds the mesh and the programs. `begin` or an assignment sets the state.
 
         Args:
-          config: configuration of the run.
-          model: shape of the model.
           devices: the mesh takes the first of these devices.
           first_update_only: the learner only sums gradients for a batch's first update, in which the policy is its own
             proximal policy.
@@ -214,7 +212,6 @@ class ModelState:
         """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch.
 
         Args:
-          packed: the global batch.
           extras: further arrays of each micro-batch. With `routing` and `routed`, the reference takes the experts that
             the policy takes: a mixture that takes others is another model.
 

@@ -34,7 +34,6 @@ def schedule(config: config_lib.OptimizerConfig, steps: int) -> optax.Schedule:
     stable, decay; arXiv 2404.06395). The first step already moves: its rate is (step + 1) / warmup_steps of the peak.
 
     Args:
-      config: settings of the optimizer.
       steps: training steps of the whole run.
 
     Raises:

@@ -38,7 +38,6 @@ class Running:
     """The parts of a started trainer.
 
     Attributes:
-      config: the run's.
       model: shape of the policy, with its adapter.
       learner: the train state and its programs. A finished resize replaces it.
       critic: learner of the critic; None without one.

@@ -42,7 +42,6 @@ class ScoreNorms:
     """Computes the squared norms of scores, and importance weights.
 
     Attributes:
-      scorer: scores the tokens.
       temperature: sampling temperature of the tokens.
       adapter: an adapter alone is trained, so the weights under it do not count.
       shards: S, number of shards of the rows: a row of each is computed at a time.

@@ -82,7 +82,6 @@ class Layout:
     """Shapes and shardings of the state on one mesh.
 
     Attributes:
-      mesh: the devices.
       state: `jax.ShapeDtypeStruct` leaves with their shardings, in the structure of `TrainState`.
       accumulator: `jax.ShapeDtypeStruct` leaves in the structure of `Accumulator`.
       rows: sharding of a [rows, tokens] array: rows over data and fsdp, tokens over context.
@@ -181,9 +180,6 @@ def layout(
     """Returns the layout of the state: optimizer moments like their parameters (`_moments`), scalars on every device.
 
     Args:
-      config: shape of the model.
-      mesh: the devices.
-      transform: the optimizer.
       dtype: dtype of master weights and moments.
       reference: compute dtype of the frozen reference model; None: the state holds none.
       base: compute dtype of the frozen weights under an adapter; None without an adapter.

@@ -49,7 +49,6 @@ class Begun:
 
         Args:
           last: the groups that were prepared in the step.
-          batch: the step's batch.
         """
         parts = [*self._parts, (batch.rest.groups, last)]
         prepared = [part for _, part in parts]

@@ -43,7 +43,6 @@ class Tenants:
         """Adds a tenant.
 
         Args:
-          name: name of the tenant.
           seed: seed of its random key, and of its adapter if none is given.
           adapter: leaves of its adapter on the learner's mesh, which the tenant takes over; None draws one.
 

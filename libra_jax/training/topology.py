@@ -86,7 +86,6 @@ def devices(name: str, count: int, grid: tuple[int, int] | None = None) -> Seque
     Call it before jax first looks for devices in this process. For a TPU, it sets the variables that libtpu reads.
 
     Args:
-      name: name of a target.
       count: least number of devices.
       grid: the topology; None takes the smallest with enough devices.
 

@@ -83,11 +83,7 @@ class AdapterSnapshot:
         )
 
     def digest(self, version: int) -> str:
-        """Returns the digest of the last opened version. Works also after `close`.
-
-        Raises:
-          LibraError: the version is not the last opened one.
-        """
+        """Returns the digest of the last opened version. Works also after `close`."""
         self._adapter.digest(version)  # refuses another version
         return snapshot.snapshot_digest([*self._adapter.checksums(), *self._base.checksums()])
 

@@ -27,7 +27,6 @@ def create(
     """Makes a snapshot through host memory (memfd), or one that is sent between devices (ipc, nccl).
 
     Args:
-      model_config: the model's shape.
       dtype: wire dtype.
       chunk_bytes: maximum bytes of a chunk (memfd).
       transport: "memfd", "ipc" or "nccl".

@@ -35,7 +35,6 @@ class DeviceSnapshot:
     """Sends one version at a time. One chunk holds the whole model.
 
     Args:
-      model_config: the model's shape.
       dtype: wire dtype of matrices; vectors are float32.
       transport: "ipc" or "nccl".
       sync_seconds: maximum seconds to wait for the instances to receive.
@@ -99,7 +98,6 @@ class Stream:
 
     Attributes:
       leaves: the parameters by path; set before each pass.
-      layer_bytes: bytes of a layer.
     """
 
     def __init__(self, sources: Sequence[hf_names.HfEntry], dtype: str, device: torch.device) -> None:

@@ -140,7 +140,6 @@ class Channel:
     """One rank's end of a channel. It connects on its own thread; `wait` returns once it is connected.
 
     Attributes:
-      worker: the hybrid worker.
       generation: membership generation of the worker.
       closed: reason of the closing; empty while the channel connects or is open.
     """

@@ -207,11 +207,7 @@ class PeerMemory:
         self._mappings: dict[tuple[int, int, int], mmap.mmap] = {}
 
     def map(self, address: Mapping[str, Any]) -> mmap.mmap:
-        """Returns the memory at an owner's address, read-only.
-
-        Raises:
-          SharedMemoryError: see `open_peer`.
-        """
+        """Returns the memory at an owner's address, read-only."""
         key = (address["pid"], address["fd"], address["inode"])
         if key not in self._mappings:
             # After a trainer has moved to other processes, nothing of the former ones is read again. Kept mappings

@@ -25,7 +25,6 @@ class Receiver:
     """Receives versions one after the other.
 
     Args:
-      model_config: the model's shape.
       places: a `jax.ShapeDtypeStruct` with a sharding for each parameter, nested like the parameters.
     """
 

@@ -78,7 +78,6 @@ class Relay:
     """The relay of one host, across all its processes.
 
     Attributes:
-      spec: how to make its actor.
       host: number of the host.
       client: calls the present process; None without a process.
       life: number of processes so far.
@@ -111,7 +110,6 @@ class RelayTree:
 
     Args:
       config: the run's configuration (`deadlines`, `rollout.full_sync_every`).
-      cluster: makes and ends the actors.
       specs: how to make each host's relay. The lowest number is the host of the trainer's first process.
       recorder: gets a span for each host that received a version, on the track `weights`.
 

@@ -75,7 +75,6 @@ class HostSnapshot:
     """Holds one snapshot at a time in host memory. Not thread-safe: the thread that owns the parameters calls it.
 
     Args:
-      model_config: the model's shape.
       dtype: wire dtype of matrices (float32, bfloat16 or float16), in which the engine computes. Vectors: float32.
       chunk_bytes: maximum bytes of a chunk. A single larger tensor gets a chunk of its own size.
       checksum: True to digest each chunk, so that the engine notices damage.

@@ -95,7 +95,6 @@ def init(shapes: Tree, key: jax.Array) -> Tree:
 
     Args:
       shapes: `jax.ShapeDtypeStruct` leaves of the adapter.
-      key: a jax.random key.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
 
@@ -116,7 +115,6 @@ def merged(base: Tree, adapter: Tree, config: model_config.TransformerConfig, dt
 
     Args:
       base: the frozen weights.
-      adapter: the adapter.
       config: shape of the model, with its adapter.
       dtype: dtype of matrices and biases in the result. Weights of norms stay as they are.
     """

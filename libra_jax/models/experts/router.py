@@ -43,7 +43,6 @@ def choose(
     Gradients flow through the shares to the router, for given experts, too.
 
     Args:
-      logits_BxTxE: the router's logits.
       count: K.
       normalize: True if the shares of a token sum to 1. If False, they are probabilities among all experts.
       routing: experts of this layer to take in place of the router's own.
@@ -67,8 +66,6 @@ def losses(logits_BxTxE: jax.Array, chosen_BxTxK: jax.Array, segments_BxT: jax.A
     batch into micro-batches gives the same. The z-loss is of ST-MoE (arXiv 2202.08906, equation 5).
 
     Args:
-      logits_BxTxE: the router's logits.
-      chosen_BxTxK: the experts of each token.
       segments_BxT: sequence of the row that a token belongs to, from 1; 0 is padding, whose balance is 0.
       max_segments: S, the most sequences of a row.
     """

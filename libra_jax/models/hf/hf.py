@@ -92,7 +92,6 @@ def save(
 
     Args:
       params: parameters; every leaf has the same dtype.
-      config: shape of the model.
       directory: directory to create, with its parents; a model in it is replaced.
       max_shard_bytes: maximum bytes of a file (a single larger tensor gets its own file).
       sealed: the caller seals the directory afterwards. The files say so, and `load` warns if the seal is missing.

@@ -62,7 +62,6 @@ def resolved(config: libra_config.RunConfig, *, download: bool) -> Found:
     """Replaces the ids of `model.path`, `task.tokenizer` and `task.path` by folders of the Hugging Face cache.
 
     Args:
-      config: configuration of a run.
       download: fetch the files that the cache lacks. If False, fetch only a model's small files, which hold its shape.
     """
     notes: list[str] = []
@@ -162,7 +161,6 @@ class _Snapshot:
 
     Attributes:
       name: namespace and name.
-      kind: kind of the repository.
       where: arguments by which huggingface_hub finds the revision.
     """
 
@@ -182,11 +180,7 @@ class _Snapshot:
             return None
 
     def fetched(self, patterns: Sequence[str]) -> Path:
-        """Downloads the missing files and returns the folder in the cache.
-
-        Raises:
-          DataError: the download failed.
-        """
+        """Downloads the missing files and returns the folder in the cache."""
         import huggingface_hub
 
         try:

@@ -214,7 +214,6 @@ def device_groups(instruction: Instruction, devices: int) -> list[list[int]]:
     """Returns the groups of devices that a collective joins, by their positions in the mesh.
 
     Args:
-      instruction: the collective.
       devices: devices of the program; an empty list of groups means all of them.
 
     Raises:

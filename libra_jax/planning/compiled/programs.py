@@ -32,7 +32,6 @@ class Traffic:
     """Wire bytes of a device over one set of mesh axes.
 
     Attributes:
-      axes: names of the axes.
       span: devices from the first to the last of a group, counted along the mesh.
       executions: number of collectives that run.
       wire_bytes: bytes that a device sends.
@@ -109,7 +108,6 @@ class Added:
     """What a program adds to the state of a device.
 
     Attributes:
-      name: name of the program.
       argument_bytes: bytes of its arguments outside the state: sums of gradients, and a micro-batch.
       temporary_bytes: bytes of its temporaries.
     """
@@ -124,14 +122,12 @@ class Case:
     """What was compiled, and its programs.
 
     Attributes:
-      model: name of the model.
       parameters: its parameters.
       target: name of the accelerator's hardware sheet.
       data: replicas.
       fsdp: ways that the state is sharded.
       tensor: ways that a layer's matrices are split.
       rows: rows of a micro-batch, over all shards.
-      row_tokens: tokens of a row.
       packed: several sequences share a row.
       remat: what the backward pass computes again.
       state_bytes: bytes of parameters, optimizer and reference model on a device.
@@ -200,7 +196,6 @@ class Case:
         """Returns the seconds of a program's collectives, one after another.
 
         Args:
-          sheet: the accelerator.
           coefficients: shares of its bandwidths that collectives reach.
           over_tensor: only collectives over `tensor`; else only all others.
           program: name of the program.
@@ -286,7 +281,6 @@ def read(file: Path, field: str = "planner.compiled") -> tuple[Case, ...]:
     """Reads the cases of a file of `write`.
 
     Args:
-      file: the file.
       field: config field that names it.
 
     Raises:

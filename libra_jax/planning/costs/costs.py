@@ -141,7 +141,6 @@ def train_flops(
     gradient, which saves 2 of their 6; the adapter's own parameters count 6.
 
     Args:
-      shape: shape of the model.
       parameters: N of the formula: with experts, only those that a token takes.
       lengths: tokens of each sequence, without padding.
       pairs: pairs of tokens that attention multiplies; None: T^2 / 2 of each sequence, as without trees.
@@ -207,11 +206,9 @@ class CostModel(RolloutTimes):
     """Costs of one model on one accelerator, computed.
 
     Attributes:
-      sheet: the accelerator.
       shape: shape of the model, with its adapter.
       coefficients: shares of the sheet's peaks, and fixed times.
       merged: a weight sync sends all weights, with the adapter added; False sends the adapter alone.
-      parameters: parameters of the model.
       active_parameters: parameters without the experts that a token does not take; all parameters of a dense model.
       expert_parameters: parameters of all experts; 0 for a dense model.
       trained_parameters: parameters with gradients and moments: those of the adapter, if the model has one.
@@ -382,7 +379,6 @@ def of_hardware(name: str, shape: model_config.TransformerConfig, field: str) ->
 
     Args:
       name: name of a sheet, or "cpu".
-      shape: shape of the model.
       field: config field that names the hardware.
 
     Raises:

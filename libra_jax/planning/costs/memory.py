@@ -54,8 +54,6 @@ def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfi
     one.
 
     Args:
-      config: the run's configuration.
-      shape: shape of its model.
       free: bytes of memory that this machine has left; None asks the kernel.
     """
     size, train = machine.bytes_text, trainer_bytes(config, shape)

@@ -15,7 +15,6 @@ class SchedulingCosts:
     """Costs for a scheduler (`scheduling.costs.Costs`), computed from a cost model.
 
     Attributes:
-      model: the cost model.
       transfer: allows to move key-value caches between instances; without it a moved request is prefilled again.
       models_by_accelerator: cost models of instances on other accelerators, by their sheets' names.
     """

@@ -44,13 +44,11 @@ class Pool:
     """The instances of one degree, with their costs of each sampled request.
 
     Attributes:
-      instances: number of instances.
       slots: requests that decode at once, on all instances.
       room: tokens of cache that the policy fills, on all instances.
       cache: tokens of cache, on all instances.
       fixed: seconds of an engine step by the decoding requests of one instance, without their contexts.
       pause: seconds in which a weight sync stops the instances.
-      requests: costs of each sampled request.
     """
 
     instances: float
@@ -70,7 +68,6 @@ class Line:
 
     Attributes:
       pool: the same.
-      tick: ticks until now.
       used: tokens of cache of the running requests.
       rate: seconds of a tick.
       next: seconds at which the next request is done; infinite if none runs.

@@ -40,7 +40,6 @@ class Setting:
     """Conditions that a plan is made for, apart from lengths.
 
     Attributes:
-      model: cost model.
       trainer: trainer of the training steps.
       degrees: tensor-parallel degrees that instances may have.
       slots: slots of an instance of each degree.
@@ -97,7 +96,6 @@ class Setting:
         """Returns the setting of a run.
 
         Args:
-          run: its configuration.
           model: cost model by the sheet; measurements replace it if `planner.profile` is set.
           devices: devices that train and roll out.
           slots: slots of its instances, in the order of `rollout.tensor_parallel`; empty takes the slots of `rollout`.
@@ -227,12 +225,10 @@ class Work:
 
     Attributes:
       prompts: tokens of each trajectory's prompt.
-      turns: turns of each trajectory.
 
     Args:
       setting: conditions of the plans.
       prompts: tokens of each trajectory's prompt.
-      turns: turns of each trajectory.
       trained: tells for each trajectory whether it is trained; None: all are. Rollout makes the others, too. If none is
         trained, all count, because nothing else says what training takes.
 
@@ -432,8 +428,6 @@ def uncertainty(
     Args:
       setting: conditions of the plan.
       prompts: tokens of each trajectory's prompt.
-      turns: turns of each trajectory.
-      plan: the plan.
     """
     # Every n-th trajectory keeps the distribution of lengths.
     every = -(-len(prompts) // SAMPLES)

@@ -314,9 +314,6 @@ class Maxima:
     """Maxima over many ranges of an array at a time.
 
     A sparse table (Bender and Farach-Colton, 2000): log2(n) rows, each range answered by two of its entries.
-
-    Args:
-      values: the array.
     """
 
     def __init__(self, values: Values) -> None:

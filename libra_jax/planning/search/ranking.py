@@ -73,7 +73,6 @@ class Ranking:
         Args:
           work: the work of the latest steps.
           levels: measured levels.
-          present: the plan in force.
           wait: allows simulations. False if an instance was lost: they end, and predictions rank the plans.
         """
         self._factors, self.source = {}, ""

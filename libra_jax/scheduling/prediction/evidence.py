@@ -115,7 +115,6 @@ class Evidence:
         """Returns the empty path of a request that has arrived.
 
         Args:
-          prompt_id: id of its prompt.
           generated_tokens: tokens that it had generated before.
           segment: number of the segment in its rollout.
           earlier: path of another segment of the rollout; None if none is known.

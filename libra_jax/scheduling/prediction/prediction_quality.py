@@ -42,7 +42,6 @@ class Rollout:
     """The part of a recorded trajectory, or of one of its segments, that counts here.
 
     Attributes:
-      prompt_id: id of its prompt.
       step: the training step that it was trained in; None if the trace does not say.
       generated: tokens of each turn.
       returns: causal state after each turn but the last.

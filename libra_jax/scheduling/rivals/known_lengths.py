@@ -80,7 +80,6 @@ class Clairvoyant(residents.ResidentScheduler):
     `Oracle` follows the rule of `cmlfq` instead; the better of both is the ceiling that results are compared with.
 
     Args:
-      config: its settings.
       costs: costs of decoding.
       remaining: true remaining tokens.
       kinds: kinds of the layout's instances, if they are known.
@@ -194,7 +193,6 @@ class Oracle(cmlfq.Cmlfq):
     """C-MLFQ's cost rule with the true remaining lengths: what the rule would do if it had nothing to learn.
 
     Args:
-      config: its settings.
       costs: costs of decoding and moving.
       remaining: true remaining tokens.
       kinds: kinds of the layout's instances, if they are known.

@@ -23,11 +23,7 @@ class Curve:
         self._steps = 0
 
     def look(self, workdir: Path) -> None:
-        """Reads the run's metrics and draws them if there are new metrics.
-
-        Args:
-          workdir: directory of the run.
-        """
+        """Reads the run's metrics and draws them if there are new metrics."""
         if not self._draws:
             return
         rows = metrics.read(workdir / metrics.METRICS_FILE)

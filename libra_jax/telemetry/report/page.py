@@ -157,9 +157,6 @@ def lines(
 
     Args:
       curves: Curves. At least one must have values.
-      height: See `figure`.
-      wide: See `figure`.
-      ylabel: Label of the vertical axis.
       scale: Kind of the vertical axis.
       percent: Whether the values are shares.
       integers: Whether the values are counts.
@@ -341,9 +338,7 @@ class Section:
     """A card of the page. Its contents are shown in the order of the attributes.
 
     Attributes:
-      title: Heading of the card.
       picture: An `<svg>` element of this module.
-      table: Table under the picture.
       samples: Rollouts, each folded.
       text: Text that is shown as it is, in a monospace font.
       note: Line at the end.
@@ -365,10 +360,7 @@ def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Sec
     """Returns the whole page.
 
     Args:
-      title: Title of the browser's window.
-      heading: Heading of the page.
       lead: Sentences under the heading. Parts between double asterisks are bold.
-      sections: Cards, in order.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("libra_jax.telemetry.report"),

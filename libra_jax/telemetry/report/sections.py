@@ -75,7 +75,6 @@ class Plot:
     """A half-width picture of one or several metrics.
 
     Attributes:
-      title: its heading.
       curves: label of each metric in the picture, by the metric's name.
       note: how to read it.
       colour: of the first curve.

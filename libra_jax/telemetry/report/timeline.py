@@ -89,7 +89,6 @@ class TimelineFile:
     """Writes `timeline.json`. Needs memory for a few numbers per lane, no matter how long the run is.
 
     Args:
-      workdir: Folder of the run.
       clock: Returns the current seconds, on the clock of the spans.
       warn: Called with the warning of a full disk.
       guard: Returns whether this run may still write there.
