@@ -96,7 +96,11 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: is nested too deeply for a trajectory") from None
     _check(isinstance(record, dict), where, "a record must be a JSON object")
     problem = files.damage(line)
-    _check(not problem, where, f'the line is damaged ({problem}); of a line that you edited, remove "checksum"')
+    _check(
+        not problem,
+        where,
+        f'the line is damaged ({problem}); of a line that you edited, remove "checksum" and "record"',
+    )
     record = files.plain(record)
     _check_record(record, where)
     return record

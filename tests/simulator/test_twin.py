@@ -231,9 +231,9 @@ def test_a_missing_file_is_named(copy, name, sentence):
 
 
 def records(path: pathlib.Path) -> list[dict]:
-    """The records of a file without their checksums, which those that are changed no longer have."""
+    """The records of a file without their checksums and numbers, which those that are changed no longer have."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "checksum"} for line in lines]
+    return [{name: value for name, value in line.items() if name not in ("checksum", "record")} for line in lines]
 
 
 def edit(path: pathlib.Path, change) -> None:
