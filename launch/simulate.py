@@ -87,6 +87,7 @@ def main() -> None:
     if _TRACE.value is not None:
         values["workload"] |= {"shape": "trace", "trace": _TRACE.value}
     if _PLAN.value is not None:
+        overrides.refuse_planned(given, _PLAN.value)
         values = plans.applied(values, plans.read(Path(_PLAN.value)))
     asked = libra_config.parse(settings.SimulatedRun, values)
     run = comparison.prepare(asked, policies)

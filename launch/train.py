@@ -111,7 +111,7 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
         (failing if played.certain else doubtful).append(played.problem)
     missing = [*found.problems, *preflight.missing(found.config, found.fields)]
     missing += [*preflight.missing_disk(found.config, Path(_WORKDIR.value or workdirs.default(named))), *failing]
-    posed = None if example is None else rehearsal.pose(found.config, example.task)
+    posed = None if example is None or played.problem else rehearsal.pose(found.config, example.task)
     said = f"{dry_run.describe(found.config, found.notes, scored, posed, played.reward)}\nworkdir     {workdir}"
     if not missing:  # they would hide what is missing
         said = f"{dry_run.settings(named)}\n{said}"

@@ -32,7 +32,7 @@ def config(flag: Any, plan: str | None = None, cluster: Overrides = MappingProxy
       cluster: settings of `config.cluster` that the launcher decides.
 
     Raises:
-      ConfigError: a setting is wrong, or the config is a simulation's.
+      ConfigError: a setting is wrong or the plan's to decide, or the config is a simulation's.
       DataError: the plan cannot be read.
     """
     found = libra_config.to_dict(flag.value)
@@ -40,12 +40,28 @@ def config(flag: Any, plan: str | None = None, cluster: Overrides = MappingProxy
         file = config_flags.get_config_filename(flag)
         raise ConfigError(f"--config={file}: is a config for launch/simulate.py; give it to that script")
     if plan is not None:
+        refuse_planned(fields(flag), plan)
         found = plans.applied(found, plans.read(Path(plan)))
     found["cluster"].update(cluster)
     made = libra_config.parse(libra_config.RunConfig, found)
     if plan is not None:
         _check_hosts(made, plans.accelerators(Path(plan)))
     return made
+
+
+def refuse_planned(names: Collection[str], plan: str) -> None:
+    """Refuses fields of the command line that a plan decides.
+
+    Args:
+      names: from `fields`.
+      plan: file of the plan.
+
+    Raises:
+      ConfigError: the plan decides a field; the message names it.
+    """
+    for name in sorted(names):
+        if _within(name, plans.FIELDS):
+            raise ConfigError(f"--config.{name}: the plan decides it; leave it out, or --plan={plan}")
 
 
 def _check_hosts(config: libra_config.RunConfig, accelerators: int) -> None:

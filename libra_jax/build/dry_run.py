@@ -225,15 +225,19 @@ def _prompt(config: libra_config.RunConfig, posed: rehearsal.Posed) -> list[str]
     """Describes the tools, and shows the first prompt as the tokenizer writes it."""
     where = "in the system message" if config.tools.describe else "not described: config.tools.describe is off"
     tools = f"{', '.join(posed.tools)} ({config.tools.format} calls; {where})" if posed.tools else "none of tools.use"
+    text = "\n".join(f"{message.role}: {message.content}" for message in posed.messages)
     try:
         tokenizer = tokenizers.create(config.task, config.model.path, incremental=False)
-        tokens = tokenizer.render(list(posed.messages), first=True, generation_prompt=True)
-        text, count = tokenizer.decode(tokens), f"{len(tokens):,} tokens"
     except protocols.LibraError:  # the tokenizer is not on this machine
-        text = "\n".join(f"{message.role}: {message.content}" for message in posed.messages)
-        count = "without the chat template, which is not here"
+        title = "the first, without the chat template, which is not here"
+    else:
+        try:
+            tokens = tokenizer.render(list(posed.messages), first=True, generation_prompt=True)
+            text, title = tokenizer.decode(tokens), f"the first, as the policy sees it ({len(tokens):,} tokens)"
+        except protocols.LibraError as error:  # a run replaces such a task
+            title = f"the first, which the chat template refuses ({error})"
     lines = [f"  | {line}" for line in limits.cut(text, PROMPT_SHOWN).splitlines()]
-    return [f"tools       {tools}", f"prompt      the first, as the policy sees it ({count}):", *lines]
+    return [f"tools       {tools}", f"prompt      {title}:", *lines]
 
 
 def _question(payload: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ class StepResult:
       tool_returns: results of the tools called, in the calls' order; the policy sees each as a tool message.
       messages: further messages for the policy.
       done: True if the rollout is over.
-      reward: reward of the rollout; required if `done`.
+      reward: reward of the rollout; required if `done`, and refused before unless it is 0 or None.
       metrics: numbers to report, such as `tool_success`.
     """
 

@@ -103,6 +103,13 @@ class Environment:
             raise self.crash("step", f"gave the StepResult.messages {problem}")
         if problem := user_values.returns_problem(result.tool_returns):
             raise self.crash("step", f"gave the StepResult.tool_returns {problem}")
+        nothing = result.reward is None or (user_values.is_finite(result.reward) and result.reward == 0)
+        if not (result.done or nothing):  # it would be lost without a word
+            raise self.crash(
+                "step",
+                f"gave the reward {user_values.shown(result.reward)} with done=False; a rollout has one reward: "
+                "add up those of its steps, and give the sum with done=True",
+            )
         return dataclasses.replace(result, metrics={**self._counts, **result.metrics}) if self._counts else result
 
     def reward(self, reward: object) -> float:

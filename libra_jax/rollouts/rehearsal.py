@@ -79,18 +79,25 @@ async def _open_environment(
 
 
 def pose(run: config.RunConfig, task: protocols.Task) -> Posed | None:
-    """Poses the task in a child process. Returns None for a harness, tools of another program, or a failed reset."""
+    """Poses the task in a child process. Returns None for a harness, tools of another program, or a failed reset.
+
+    Raises:
+      ConfigError: the environment refuses one of its arguments.
+    """
     if run.tools.mcp or run.tools.mcp_file:
         return None
     with child.forked(_send_posed_task, run, task) as (_, receiver):
         try:
-            return cast("Posed | None", receiver.recv()) if receiver.poll(SECONDS) else None
+            result = receiver.recv() if receiver.poll(SECONDS) else None
         except EOFError:
             return None
+    if isinstance(result, protocols.ConfigError):
+        raise result
+    return cast("Posed | None", result)
 
 
 def _send_posed_task(run: config.RunConfig, task: protocols.Task, sender: connection.Connection) -> None:
-    """Sends the posed task, or None."""
+    """Sends the posed task, the error of a setting, or None."""
 
     async def body() -> Posed | None:
         async with _open_environment(run, task) as environment_and_tools:
@@ -102,6 +109,8 @@ def _send_posed_task(run: config.RunConfig, task: protocols.Task, sender: connec
 
     try:
         sender.send(asyncio.run(body()))
+    except protocols.ConfigError as error:
+        sender.send(error)
     except Exception:  # `play` says what is wrong
         sender.send(None)
 

@@ -192,9 +192,18 @@ def _lines(file: Path) -> Iterator[Row]:
         raise protocols.DataError(f"{file}: not a readable gzip file ({error})") from error
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object, in which a key that stands twice would hide the first value."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return values
+
+
 def _items(file: Path, content: IO[bytes]) -> Iterator[tuple[int, str, Any]]:
     try:
-        items = json.loads(content.read().decode("utf-8-sig"))
+        items = json.loads(content.read().decode("utf-8-sig"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise protocols.DataError(f"{file}: not a JSON list ({error})") from error
     for number, values in enumerate(items, start=1):
@@ -208,7 +217,8 @@ def _json_lines(file: Path, lines: IO[bytes]) -> Iterator[tuple[int, str, Any]]:
             continue
         where = f"{file}, line {number}"
         try:
-            values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
+            values = json.loads(text, object_pairs_hook=_object)
         except UnicodeDecodeError as error:
             raise protocols.DataError(f"{where}: not UTF-8 text ({error.reason})") from error
         except json.JSONDecodeError as error:  # the error's own text has line numbers too, counted from this line

@@ -20,6 +20,7 @@ from libra_jax.build import dry_run, preflight, wiring
 from libra_jax.models import config as model_config
 from libra_jax.models.hf import hf_names
 from libra_jax.planning.costs import memory
+from libra_jax.rollouts import rehearsal
 from libra_jax.utils import machine, resolving
 
 
@@ -542,3 +543,10 @@ def test_settings_that_end_a_run_at_an_agents_fork_are_warned_of(settings, sente
         task = config.TaskConfig(environment=environment)
         preflight.warn(config.RunConfig(task=task, trainer=trainer, **settings))
         assert (f"warning: {sentence}" in capsys.readouterr().err) == told
+
+
+def test_a_first_prompt_that_the_chat_template_refuses_is_shown_with_its_reason():
+    run = config.RunConfig(model=config.ModelConfig(path="libra-tiny"))
+    posed = rehearsal.Posed((protocols.Message("usr", "1+1"),), ())
+    said = dry_run.describe(run, posed=posed)
+    assert re.search(r"prompt      the first, which the chat template refuses \(.*'usr'.*\):\n  \| usr: 1\+1", said)

@@ -40,6 +40,40 @@ def test_flags_name_machine_model_and_lengths_of_a_simulated_run():
     assert slots[-1] == planned.MOST_SLOTS, "slots are what the cache holds, not those of the config's machine"
 
 
+@pytest.mark.parametrize("name", [*plans.FIELDS, "trainer.row_tokens", "rollout.slots", "scheduler.policy"])
+def test_a_field_that_a_plan_decides_is_refused_beside_it(name):
+    if name not in plans.FIELDS:
+        overrides.refuse_planned({name}, "plan.json")
+        return
+    with pytest.raises(protocols.ConfigError, match=rf"--config\.{name}: the plan decides it; .* --plan=plan\.json"):
+        overrides.refuse_planned({"steps", name}, "plan.json")
+
+
+def test_the_fields_that_a_plan_decides_are_those_that_it_changes():
+    plan = plans.of_values(
+        {
+            "data": 2,
+            "fsdp": 2,
+            "tensor": 2,
+            "context": 2,
+            "rollout": [
+                {"tensor_parallel": degree, "count": 1, "max_remaining_tokens": bound}
+                for degree, bound in ((2, 9), (4, 99))
+            ],
+        }
+    )
+    run = libra_config.to_dict(libra_config.RunConfig())
+    applied = plans.applied(run, plan)
+    changed = {
+        f"{group}.{name}"
+        for group in ("trainer", "rollout", "scheduler")
+        for name in run[group]
+        if run[group][name] != applied[group][name]
+    }
+    kept = {"trainer.rows_per_micro_batch", "trainer.processes", "rollout.slots_by_instance"}  # fitted, not replaced
+    assert changed - kept == {name for name in plans.FIELDS if not name.startswith("simulation.")}
+
+
 def test_a_model_may_be_named_by_its_hugging_face_id():
     case = planned.case(values(), planned.PlanRequest(hardware="h100", model="Qwen/Qwen3-8B", accelerators=16))
     assert case.as_json()["model"] == "Qwen3-8B"

@@ -119,6 +119,26 @@ def test_a_reward_that_is_no_finite_number_is_a_crash_that_names_environment_and
     assert environment.closed == 1
 
 
+@pytest.mark.parametrize("reward", [1.0, -0.5, True, math.nan, "1", [0.0], 10**400], ids=lambda _: "")
+def test_a_reward_before_the_end_of_the_rollout_is_a_crash_not_lost(reward):
+    async def step(output):
+        return protocols.StepResult(messages=[protocols.Message("user", "go on")], reward=reward)
+
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"step gave the reward .* with done=False; .* add up"):
+        doubles.attempt(["x", "y"], environment=doubles.Probe(step))
+
+
+@pytest.mark.parametrize("reward", [None, 0, 0.0, False])
+def test_no_reward_before_the_end_of_the_rollout_may_be_a_zero(reward):
+    async def step(output):
+        done = output == "y"
+        messages = [] if done else [protocols.Message("user", "go on")]
+        return protocols.StepResult(messages=messages, done=done, reward=1.0 if done else reward)
+
+    trajectory, _ = doubles.attempt(["x", "y"], environment=doubles.Probe(step))
+    assert trajectory.reward == 1.0
+
+
 @pytest.mark.parametrize("value", ["3", None, [1.0], math.nan, math.inf, 10**400, 10**5000], ids=lambda _: "")
 def test_a_metric_that_is_no_finite_number_is_a_crash_that_names_it(value):
     async def step(output):

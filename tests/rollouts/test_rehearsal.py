@@ -189,3 +189,11 @@ def test_one_that_takes_long_may_fail_and_its_processes_end(play, monkeypatch, t
     while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the environment's own process outlives the dry run"
         time.sleep(0.05)
+
+
+def test_an_argument_that_a_shipped_environment_refuses_is_refused_as_the_run_would():
+    run = config.RunConfig()
+    run.task.environment = "libra_jax.environments.question:environment"
+    run.task.environment_arguments = {"match": "fuzzy"}
+    with pytest.raises(protocols.ConfigError, match=r"task\.environment_arguments\.match: .*fuzzy"):
+        rehearsal.pose(run, TASK)

@@ -234,10 +234,12 @@ def test_tables_are_read_in_the_forms_that_tools_write(tmp_path, name, content):
     [
         ("t.json", b'[{"a": 1}, 2]', r"t\.json, item 2: a JSON object is expected, not int"),
         ("t.json", b'[{"a": 1}', r"t\.json: not a JSON list \("),
+        ("t.json", b'[{"a": 1, "a": 2}]', r"t\.json: not a JSON list \(the key 'a' stands twice\)"),
+        ("t.jsonl", b'{"a": 1}\n{"b": [{"a": 1, "a": 1}]}', r"t\.jsonl, line 2: .*the key 'a' stands twice"),
         ("t.jsonl.gz", b"{}", r"t\.jsonl\.gz: not a readable gzip file"),
         ("t.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], r"t\.jsonl\.gz: not a readable gzip file"),
     ],
-    ids=["item", "unclosed", "not packed", "cut off"],
+    ids=["item", "unclosed", "twice", "twice inside", "not packed", "cut off"],
 )
 def test_broken_lists_and_packed_files_are_named(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)

@@ -89,6 +89,16 @@ def accelerators(path: Path) -> int:
     return number if isinstance(number, int) else 0
 
 
+FIELDS = (
+    *(f"trainer.{axis}" for axis in ("data", "fsdp", "tensor", "context")),
+    "rollout.tensor_parallel",
+    "scheduler.max_remaining_tokens",
+    "simulation.train_devices",
+    "simulation.train_mesh",
+)
+"""Settings that a plan decides."""
+
+
 def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
     """Returns a configuration, as nested dicts, with the mesh, instances, slots and buckets of a plan.
 
