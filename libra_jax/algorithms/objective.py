@@ -114,7 +114,7 @@ def policy_objective(
         `mismatch/ratio_max`, the disagreement of engine and trainer about the same weights.
       arrived_log_probs_BxT: log-probs under the weights of that version; default: `log_probs_BxT`.
       statistics: statistics of the whole update that the loss takes (`batch_statistics`), [B, T] each.
-      balance_BxT: load-balance loss of a mixture's routers (`models.router`); reported, and part of the loss with a
+      balance_BxT: load-balance loss of routers (`models.experts.router`); reported, and part of the loss with a
         coefficient.
       router_z_BxT: z-loss of the routers; as the load-balance loss.
       rollout_tokens_BxT: trained tokens of each token's trajectory, in rows that hold parts of trajectories

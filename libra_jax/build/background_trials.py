@@ -1,4 +1,4 @@
-"""Simulates plans in a child process beside a run (`planning.ranking.Trials`).
+"""Simulates plans in a child process beside a run (`planning.search.ranking.Trials`).
 
 The child gets the run and its sample of rollouts as a file, and writes the seconds of a step under each plan. It has
 one thread and a low priority. It dies with the run, and after its time.

@@ -16,7 +16,7 @@ from libra_jax.cluster import hosts, placement
 from libra_jax.trainer_control import client
 
 TRAINER = "libra_jax.training.trainer:create"
-TRAINING_SIDE = "libra_jax.hybrid.training_side:create"
+TRAINING_SIDE = "libra_jax.training.training_side:create"
 RELAY = "libra_jax.weights.relay:create"
 LOOP_WORKER = "libra_jax.build.loop_worker:create"
 

@@ -2,7 +2,7 @@
 
 A parser reads the pieces of one output as they stream in, and returns each call as soon as it is complete. The result
 does not depend on how the output is cut into pieces. Text that looks like a call but is not valid is returned with its
-problem, which the policy sees as a failure. Text inside a thought (`agents.thoughts`) is ignored.
+problem, which the policy sees as a failure. Text inside a thought (`chat.thoughts`) is ignored.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class Tags:
             for mark in (f"</{name}>", f"</{key}>"):
                 if mark in text:
                     raise ValueError(f"the call's argument {key!r} holds {mark}, which would close it")
-            # `_bare` removes one line break at each end, so a text that has one gets another.
+            # `_children` removes one line break at each end, so a text that has one gets another.
             bodies[key] = f"\n{text}\n" if text.startswith("\n") or text.endswith("\n") else text
         if len(bodies) == 1 and all(isinstance(value, str) for value in arguments.values()):
             return f"<{name}>{''.join(bodies.values())}</{name}>"

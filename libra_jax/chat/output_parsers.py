@@ -15,7 +15,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no text."""
 
 BY_MARKS = "marks"
-"""Name of the parser that takes the thought at an output's beginning out of the content, by `agents.thoughts`."""
+"""Name of the parser that takes the thought at an output's beginning out of the content, by `chat.thoughts`."""
 
 
 Parsing = Callable[[Sequence[protocols.ToolSpec], Sequence[int]], protocols.OutputParser]

@@ -51,7 +51,7 @@ class Placement:
       resource: Ray's name for the accelerators: "GPU" or "TPU"; "CPU" if cores stand for them.
       seconds: seconds for the cluster to have room, for a host to answer, and for a lost host to be replaced
         (`config.deadlines.cluster_start`).
-      told: called with the granted hosts, and again whenever a host is replaced.
+      on_hosts: called with the granted hosts, and again whenever a host is replaced.
     """
 
     def __init__(self, layout: hosts.Layout, *, resource: str, seconds: float, on_hosts: OnHosts | None = None) -> None:

@@ -1,6 +1,6 @@
 """Dispatches requests: tells the scheduler what happens to them, and the streams what the scheduler decides.
 
-Requests are known by name here. Their tokens are with the streams (`loops.streams`), wherever the agent loops run.
+Requests are known by name here. Their tokens are with the streams (`rollouts.streams`), wherever the agent loops run.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class Workers:
         self.sizes, self.peak_flops = info.sizes, info.peak_flops
 
     async def shut_down(self, max_seconds: float) -> None:
-        """Ends all workers within at most `most` seconds. Notes each unclean end."""
+        """Ends all workers within `max_seconds` seconds. Notes each unclean end."""
         # Without `start`, there are no engines yet.
         specs, engines = self.specs, getattr(self, "engines", None)
         # A plan may have started more engines than the config has. Each worker has its own time to end.

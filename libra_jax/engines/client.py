@@ -11,7 +11,7 @@ from libra_jax.utils import typed_clients
 
 
 class EngineClient(typed_clients.ActorClient, protocols.EngineClient):
-    """A rollout engine, for one life of its processes. See `clients.ActorClient` for the arguments."""
+    """A rollout engine, for one life of its processes. See `typed_clients.ActorClient` for the arguments."""
 
     def __init__(
         self, cluster: protocols.Cluster, spec: protocols.ActorSpec, limits: configuration.DeadlineConfig

@@ -203,7 +203,8 @@ def environment(
       exits: Exit statuses of the agent that are scored. Others are crashes.
       most: Number of agents that run at once.
       output_bytes: Last bytes of the program's output that are kept.
-      status: "package.module:function" that reads the outcome of tool calls. Empty: the conventions of `wire.status`.
+      status: "package.module:function" that reads the outcome of tool calls. Empty: the
+        conventions of `rollouts.tool_results.status`.
 
     Raises:
       ConfigError: An argument is invalid, or a program is not on this machine.

@@ -1,4 +1,4 @@
-"""Carries out transitions of hybrid workers: `elastic.pool` decides the next state, and a task does its work.
+"""Carries out transitions of hybrid workers: `hybrid.pool` decides the next state, and a task does its work.
 
 Each state has a deadline, and each wait inside it has its own. Every error leads back to rollout.
 """

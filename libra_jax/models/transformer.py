@@ -2,7 +2,7 @@
 
 The modules define the parameters and the computation of a layer. Other rooms use a functional interface: parameters are
 a nested plain dict of arrays, and `forward` is a pure function of the dict. Axis 0 of the leaves under "layers" is the
-layer. If the shape has an adapter, its leaves are part of the dict (`models.lora`).
+layer. If the shape has an adapter, its leaves are part of the dict (`models.adapters.lora`).
 
 Letters: B rows, T tokens, D hidden size, V vocabulary, H query heads, N key and value heads, K head width, L layers,
 M sequences that a row may hold.

@@ -12,7 +12,7 @@ from libra_jax.utils import deadlines, typed_clients
 
 
 class LoopWorkerClient(typed_clients.ActorClient):
-    """A loop worker, for one life of its process. See `clients.ActorClient` for the arguments."""
+    """A loop worker, for one life of its process. See `typed_clients.ActorClient` for the arguments."""
 
     def __init__(
         self, cluster: protocols.Cluster, spec: protocols.ActorSpec, limits: configuration.DeadlineConfig

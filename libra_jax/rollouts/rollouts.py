@@ -26,7 +26,7 @@ MakeTrajectory = Callable[[str, str], protocols.Trajectory]
 
 
 RunRollout = Callable[[agent_loop.RolloutSetup, protocols.Environment], Awaitable[protocols.Trajectory]]
-"""Runs one rollout to its end (`agents.loop.run_rollout`)."""
+"""Runs one rollout to its end (`rollouts.loop.run_rollout`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

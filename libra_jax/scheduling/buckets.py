@@ -278,7 +278,7 @@ class Bucket:
         if server.load >= server.slots:
             return
         busy = self.busy(server)
-        # An entry below the present value is corrected when it surfaces (`least`); one above it would never be found.
+        # An entry below the present value is corrected when it surfaces (`least_busy`). One above it would not be.
         if busy < server.noted:
             server.noted = busy
             heap = self._heap

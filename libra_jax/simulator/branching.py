@@ -18,7 +18,7 @@ from libra_jax.simulator import trajectory as counted
 
 
 async def run_rollout(setup: agent_loop.RolloutSetup, environment: protocols.Environment) -> protocols.Trajectory:
-    """Runs a scripted rollout to its end; one of a single segment runs in the agent loop (`agents.loop`).
+    """Runs a scripted rollout to its end; one of a single segment runs in the agent loop (`rollouts.loop`).
 
     Raises:
       EnvironmentCrashed: the environment broke.

@@ -36,7 +36,7 @@ class TrainingLog:
 
 @dataclass(frozen=True)
 class OnMesh:
-    """A trainer whose steps take the time of its mesh (`planning.meshes`).
+    """A trainer whose steps take the time of its mesh (`planning.forecast.meshes`).
 
     Attributes:
       sizes: data, fsdp and tensor.

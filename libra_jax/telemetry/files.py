@@ -283,7 +283,7 @@ class Review:
     """Reviews the lines of a file in order: whether they are whole, of this file and run, and complete.
 
     Args:
-      known: The run, and the number of its records. If None, the first record names the run.
+      records: The run, and the number of its records. If None, the first record names the run.
       step: Last step of these records.
 
     Attributes:

@@ -265,7 +265,7 @@ def package() -> Any:
         ) from error
     if not hasattr(mcp, "Client"):
         raise protocols.ConfigError("config.tools.use: the installed mcp is too old; pip install 'mcp>=2.3'")
-    if not hasattr(mcp.ClientSession, "validate_tool_result"):  # `_check_results` replaces this method
+    if not hasattr(mcp.ClientSession, "validate_tool_result"):  # `connect` replaces this method
         raise protocols.ConfigError(
             "config.tools.use: the installed mcp has no ClientSession.validate_tool_result, in whose place results "
             "are checked in bounded time; pip install 'mcp==2.3.0'"

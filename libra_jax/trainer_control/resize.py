@@ -80,7 +80,7 @@ class Resize:
         return asyncio.get_running_loop().time() - self.begun > self.deadline
 
     def go(self) -> None:
-        """Allows a resize with `hold` to take over."""
+        """Allows a held resize to take over."""
         self.held = False
 
     def cancel(self, why: str) -> None:

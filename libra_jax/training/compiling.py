@@ -1,4 +1,4 @@
-"""Compiles a run's training programs for devices on paper, and counts what they do (`planning.programs`).
+"""Compiles a run's training programs for devices on paper, and counts what they do (`planning.compiled.programs`).
 
 The programs are those of the run: `learner.Learner` makes them as the trainer does.
 """

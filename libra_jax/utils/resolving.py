@@ -68,6 +68,7 @@ _MOVED = {
     "agents.sandbox": "tools.sandbox",
     "agents.tools": "tools",
     "agents.thoughts": "chat.thoughts",
+    "agents.wire": "rollouts.tool_results",
     "agents": "rollouts",
 }
 """Rooms and modules of `libra_jax` that configs may still name, and where each is now. The first match counts."""
@@ -77,7 +78,9 @@ def _present_name(module: str) -> str:
     """Returns where a module of this package is now, if its name begins with a former one, else ""."""
     for former, present in _MOVED.items():
         if f"{module}.".startswith(f"libra_jax.{former}."):
-            return f"libra_jax.{present}{module.removeprefix(f'libra_jax.{former}')}"
+            moved = f"libra_jax.{present}{module.removeprefix(f'libra_jax.{former}')}"
+            found = importlib.util.find_spec(moved.rpartition(".")[0]) and importlib.util.find_spec(moved)
+            return moved if found else ""
     return ""
 
 

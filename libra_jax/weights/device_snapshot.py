@@ -1,6 +1,6 @@
 """Weights that go from the trainer's devices to the engines, without host memory: the ipc and nccl transports.
 
-nccl holds no snapshot. A thread of each trainer process gathers the live parameters tensor by tensor (`models.gather`)
+nccl holds no snapshot. A thread of each trainer process gathers the live parameters (`models.hf.gather`), one by one,
 while the engines receive. So the parameters must not change between `open` and `close`, which the trainer's lock
 ensures, and every process calls both. ipc holds a copy in the wire dtype in torch's memory, because CUDA exports only
 memory that torch allocated.

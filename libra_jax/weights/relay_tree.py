@@ -62,7 +62,7 @@ async def wait_shared(awaited: asyncio.Future[T]) -> T:
 
 
 class RelayClient(typed_clients.ActorClient, protocols.RelayClient):
-    """A weight relay, for one life of its process. See `clients.ActorClient` for the arguments."""
+    """A weight relay, for one life of its process. See `typed_clients.ActorClient` for the arguments."""
 
     health = typed_clients.Call("weight_sync", "answer", protocols.Relay.health)
     listen = typed_clients.Call("weight_sync", "open a link", protocols.Relay.listen)

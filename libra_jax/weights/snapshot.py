@@ -1,6 +1,6 @@
 """A snapshot of the trainer's parameters, in the wire dtype, as chunks of shared memory that engines read.
 
-Parameters come block by block (`models.gather`), cast on their devices, through pinned memory, into memory that the
+Parameters come block by block (`models.hf.gather`), cast on their devices, through pinned memory, into memory that the
 engines have mapped. On CPU devices of one process this is a single copy, with a cast. Afterwards nothing refers to the
 live parameters, so the next training step may donate them while engines still read. The memory is reused from version
 to version: the page faults of fresh memory would cost more than the copy.

@@ -1,6 +1,7 @@
 """Gates on the training programs that XLA compiles for H100 and TPU v6e, without one.
 
-Every limit is a ratio to the least possible (`planning.least`, `costs.train_flops`), so it holds for any size. Without
+Every limit is a ratio to the least possible (`models.communication_bounds`, `costs.train_flops`), so it
+holds for any size. Without
 `--accelerators` all are left out; `--accelerators=h100` runs the first one.
 """
 

@@ -3,7 +3,7 @@
   python -m tests.benchmarks.handover [--processes=1,2,4]     # a minute; starts Ray
 
 A batch of 64 rollouts of ten turns, 1.2 million tokens, goes to actors that make arrays of the tokens that they get:
-those of their own rows, or with one process and where settings need it (`training.dividing`), all. `call` is until all
+those of their own rows, or with one process and where settings need it (`data.dividing`), all. `call` is until all
 have done so. `loop` is the coordinator's CPU time in it. The last line is for a batch of many short rollouts:
 microseconds a rollout in the coordinator, and in a process that has no token of it.
 """

@@ -152,7 +152,7 @@ class _Bench:
         plain = statistics.median([await self._published_step() for _ in range(PLAIN_STEPS)])
         spec = protocols.ActorSpec(
             "hybrid-0",
-            "libra_jax.hybrid.training_side:create",
+            "libra_jax.training.training_side:create",
             {
                 "config": configuration.to_dict(self._config),
                 "workdir": str(self._workdir),

@@ -54,6 +54,7 @@ FORMER = [
     "libra_jax.agents.environments.time_zones:task_source",
     "libra_jax.agents.outside.agents_sdk:solve",
     "libra_jax.agents.repair.planted:task_source",
+    "libra_jax.agents.wire:status",
 ]
 
 
@@ -63,3 +64,12 @@ def test_a_name_of_a_divided_room_is_refused_with_the_one_that_works(former):
         factories.task_source(config.TaskConfig(source=former), seed=0)
     module, _, attribute = re.search(r"name it (\S+)$", str(refusal.value))[1].partition(":")
     assert hasattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize(
+    "former", ["libra_jax.agents.tokenizers", "libra_jax.agents.calculater", "libra_jax.agents.tools.formats"]
+)
+def test_no_name_is_offered_that_does_not_exist(former):
+    with pytest.raises(protocols.ConfigError, match=r"there is no module 'libra_jax\.agents") as refusal:
+        factories.task_source(config.TaskConfig(source=f"{former}:nothing"), seed=0)
+    assert "has moved" not in str(refusal.value)

@@ -18,8 +18,8 @@ import pytest
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.data import batch as batch_lib
-from libra_jax.hybrid import training_side
 from libra_jax.training import learner as learner_lib
+from libra_jax.training import training_side
 from libra_jax.weights import gradient_channel
 
 SCRIPT = pathlib.Path(__file__).parent / "training_side_process.py"

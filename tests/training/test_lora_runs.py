@@ -19,14 +19,13 @@ import transformers
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.data import sequences as sequences_lib
-from libra_jax.hybrid import training_side
 from libra_jax.models import config as model_config
 from libra_jax.models import transformer
 from libra_jax.models.adapters import adapters, lora
 from libra_jax.models.hf import hf
 from libra_jax.planning.costs import costs
 from libra_jax.training import base as base_lib
-from libra_jax.training import checkpoints
+from libra_jax.training import checkpoints, training_side
 from libra_jax.weights import receiver
 
 ADAM = config_lib.OptimizerConfig(learning_rate=1e-2)

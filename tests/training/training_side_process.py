@@ -9,7 +9,7 @@ import sys
 from multiprocessing import connection
 
 from libra_jax import protocols
-from libra_jax.hybrid import training_side
+from libra_jax.training import training_side
 from libra_jax.utils import parent_death
 
 

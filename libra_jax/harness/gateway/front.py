@@ -1,6 +1,6 @@
 """The actor that serves HTTP: it reads requests, passes them to the coordinator, and streams what comes back.
 
-A front holds no token and no dialogue. The sessions hold them, on the coordinator's side (`gateway/fronts.py`).
+A front holds no token and no dialogue. The sessions hold them, on the coordinator's side (`harness/gateway/fronts.py`).
 So a front that is killed loses nothing but its connections, and another one takes its port.
 """
 

@@ -21,7 +21,7 @@ RESTARTS = 20
 
 
 class FrontClient(typed_clients.ActorClient):
-    """A front, for one life of its process. See `clients.ActorClient` for the arguments."""
+    """A front, for one life of its process. See `typed_clients.ActorClient` for the arguments."""
 
     start = typed_clients.Call("engine_start", "start", front_lib.Front.start)
     admit = typed_clients.Call("first_token", "admit sessions", front_lib.Front.admit)

@@ -4,7 +4,7 @@ On a current mesh, each device attends over its own rows and heads (`shard_map`)
 another device. If `context` splits the tokens of rows, the devices exchange heads or keys first (`context_attention`).
 A platform's own kernel (Splash on TPU, cuDNN on GPU) takes the rows where it can compute them.
 
-A sequence may be a tree of tokens, laid out depth first (`training.trees`). A key is then visible to the queries of its
+A sequence may be a tree of tokens, laid out depth first (`data.trees`). A key is then visible to the queries of its
 own subtree, from its own column up to the column `until`. The chunked kernel alone computes trees.
 
 Letters: B rows, T queries, S keys, C chunk, I query blocks, H query heads, N key and value heads, G = H / N query heads
@@ -61,9 +61,9 @@ def prepare(
 
     Args:
       segments_BxT: int; 0 is padding. "cudnn" needs the sequences of a row numbered from 1, one after another from
-        its first column, and at most `planning.rows.max_segments` of them, as `training.packing` lays them out.
+        its first column, and at most `models.rows.max_segments` of them, as `data.packing` lays them out.
       lengths_BxM: int32 tokens of each sequence, 0 for sequences that do not exist. Only "cudnn" reads it, whose time
-        and memory grow with M. None: M is `planning.rows.max_segments`.
+        and memory grow with M. None: M is `models.rows.max_segments`.
       until_BxT: int32, first column of the row after those that may attend to the key, 0 at padding: rows of trees,
         for which any `kernel` gives way to "chunked". None: all later columns of the segment may.
       kernel: "chunked"; "splash" (TPU); "cudnn" (GPU, bfloat16); "auto" takes the platform's kernel if it can compute

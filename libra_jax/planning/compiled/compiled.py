@@ -27,13 +27,13 @@ _LABELS = re.compile(r"dim_labels=\w+_(\w+)->(\w+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 EXPERTS = "expert_rows"
-"""Part of the label of the loops over rows of experts (`models.expert_rows.SCOPE`)."""
+"""Part of the label of the loops over rows of experts (`models.experts.expert_rows.SCOPE`)."""
 
 OVERFLOW = "expert_overflow"
-"""Part of the label of what runs if the tokens of experts find no place (`models.experts.OVERFLOW`)."""
+"""Part of the label of what runs if the tokens of experts find no place (`models.experts.experts.OVERFLOW`)."""
 
 GROUPED = "grouped_product"
-"""Part of the label of a product of rows with their groups' matrices (`models.grouped_products.SCOPE`)."""
+"""Part of the label of a product of rows with their groups' matrices (`models.experts.grouped_products.SCOPE`)."""
 
 SCALARS_PER_TOKEN = 4
 """Float32 numbers of each token that the vocabulary loop may sum over `tensor`: maximum, sum, target, entropy."""

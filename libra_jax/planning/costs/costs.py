@@ -2,7 +2,8 @@
 
 `CostModel` is a roofline. Each operator takes the longer of its arithmetic and its memory traffic, at the shares of
 the sheet's peaks that `Coefficients` names. Nothing is fitted to a scheduling policy: the values were committed before
-any comparison. `measured_costs.Calibration` has the same methods over measured costs; `planning.calibration` fits them.
+any comparison. `measured_costs.Calibration` has the same methods over measured costs;
+`planning.costs.calibration` fits them.
 Lengths are tokens, sizes bytes, times seconds. `degree` is an instance's tensor-parallel degree throughout.
 
 A mixture of experts computes with the experts that a token takes, and stores and syncs all of them. A step of an engine

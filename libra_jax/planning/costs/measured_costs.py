@@ -1,6 +1,6 @@
 """Measured costs of engines, training steps and weight updates, with the methods of `costs.CostModel`.
 
-`planning.calibration` fits them to what a run measured. Times are seconds, lengths tokens.
+`planning.costs.calibration` fits them to what a run measured. Times are seconds, lengths tokens.
 """
 
 from __future__ import annotations

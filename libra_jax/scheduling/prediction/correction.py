@@ -230,7 +230,7 @@ class Correction:
                 self._sweep()
 
     def learn_share(self, minimum: int, share: int) -> None:
-        """Takes in `least` predictions and one in `share` of those that wait, so that never too many do."""
+        """Takes in `minimum` predictions and one in `share` of those that wait, so that never too many do."""
         self.learn(minimum + len(self._waiting) // share)
 
     def settle(self) -> None:

@@ -172,7 +172,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
     async def examine(self, files: bytes, code: str, seconds: float | None = None) -> limits_module.Outcome:
         """Runs Python code over an archive's files, in a sandbox that is used for this alone.
 
-        Its limits are those of `of_examinations`.
+        Its limits are twice those of a policy's sandbox, and its output may take `EXAMINATION_OUTPUT_BYTES`.
 
         Args:
           files: A tar. The workspace begins with its files.
