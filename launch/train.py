@@ -77,11 +77,8 @@ def main() -> int:
         allow_changes=changes.allowed_names(_ALLOW_CHANGES.value),
         at_signal=last_resort.begin,
     )
-    try:
-        with user_code.contain_exits():  # one that a task of a user's own raises ends the event loop
-            summary = asyncio.run(run)
-    except user_code.UserExit as error:
-        raise protocols.LibraError(f"a task that your code started {resolving.raised(error)}") from error
+    with resolving.contain_task_exits():
+        summary = asyncio.run(run)
     if summary.terminated:
         observing.end_process()
     return 0
@@ -135,7 +132,7 @@ def _leave(last_resort: observing.LastResort, number: int, _: types.FrameType | 
     again."""
     last_resort.begin(signal.Signals(number))
     print("stopped before the run began; the same command begins it.", file=sys.stderr)
-    raise SystemExit(os.EX_TEMPFAIL)
+    raise user_code.SignalExit(os.EX_TEMPFAIL)
 
 
 if __name__ == "__main__":

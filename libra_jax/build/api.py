@@ -29,7 +29,7 @@ from libra_jax.rollouts import factories, progress
 from libra_jax.simulator import comparison, scripts, settings
 from libra_jax.telemetry.report import curve
 from libra_jax.tools import toolkit
-from libra_jax.utils import deadlines
+from libra_jax.utils import deadlines, resolving
 
 T = TypeVar("T")
 
@@ -395,7 +395,8 @@ def _blocking(
     # asyncio.run handles Ctrl-C only on the main thread.
     if threading.current_thread() is threading.main_thread() and not looped:
         try:
-            return asyncio.run(work())
+            with resolving.contain_task_exits():
+                return asyncio.run(work())
         except KeyboardInterrupt:
             print(interrupted, file=sys.stderr)
             raise
@@ -403,7 +404,7 @@ def _blocking(
     working: list[asyncio.Task[T]] = []
 
     def on_thread() -> T:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        with resolving.contain_task_exits(), asyncio.Runner(loop_factory=lambda: loop) as runner:
 
             async def noted() -> T:
                 task = asyncio.current_task()

@@ -124,7 +124,8 @@ def evaluate(request: EvaluationRequest, explicit_config: libra_config.RunConfig
     config = _with_flags(config, request)
     k = _checked_k(request, config.evaluation.attempts)
     config = _with_tasks(located(config, request), request)
-    result, _ = asyncio.run(api.score(config, checkpoint))
+    with resolving.contain_task_exits():
+        result, _ = asyncio.run(api.score(config, checkpoint))
     return estimated(result.scores, config.evaluation, k, source, result.metrics)
 
 

@@ -11,6 +11,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.build import api, evaluating
 from libra_jax.harness.gateway import server
+from libra_jax.utils import resolving
 
 
 def serve(
@@ -48,4 +49,5 @@ def serve(
     if config.rollout.engine == "fake":
         print("warning: config.rollout.engine is fake, a test double without a model: its answers are noise.")
     print(f"Loading {source}.")
-    asyncio.run(api.serve(config, checkpoint, secret=secret, ready=ready))
+    with resolving.contain_task_exits():
+        asyncio.run(api.serve(config, checkpoint, secret=secret, ready=ready))

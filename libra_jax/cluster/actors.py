@@ -145,10 +145,8 @@ class ActorThread:
             self.running = what
             try:
                 future.set_result(function())
-            except (Exception, asyncio.CancelledError) as error:
-                future.set_exception(error)
             except BaseException as error:  # the caller's loop must live, and this thread
-                future.set_exception(user_code.exit_of(error))
+                future.set_exception(user_code.for_future(error))
             self.running = ""
             del job, function, future  # frees their arrays and batches now, not at the next call
 

@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import inspect
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ STOP_SECONDS = 120.0
 """Seconds to wait for the end of replaced actors when the run ends."""
 
 _LONGEST_PROBLEM = 400
+
+_log = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 T = TypeVar("T")
@@ -164,6 +167,8 @@ class RewardWorker:
             await call_deadlines.within(PING_SECONDS, self._loop.run(asyncio.sleep, 0))
         except call_deadlines.Overdue:
             return "has an async function that blocks its event loop"
+        except RuntimeError:
+            return "has lost its event loop"
         return ""
 
     async def shutdown(self) -> None:
@@ -205,13 +210,18 @@ class _LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._stopping = False
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._stopping:
+                try:
+                    self._loop.run_forever()
+                except (SystemExit, KeyboardInterrupt) as error:  # the other calls must go on
+                    _log.warning("A task that a reward function started %s.", resolving.raised(error))
             if tasks := asyncio.all_tasks(self._loop):
                 for task in tasks:
                     task.cancel()
@@ -236,8 +246,12 @@ class _LoopThread:
     async def close(self, seconds: float) -> None:
         """Cancels the work and ends the thread. A blocked thread is left behind after `seconds`."""
         with contextlib.suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._stop)
         await asyncio.wait({asyncio.wrap_future(self._ended)}, timeout=seconds)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._loop.stop()
 
 
 class Lost(Exception):

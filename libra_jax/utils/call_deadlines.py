@@ -116,10 +116,8 @@ async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
         try:
             with user_code.contain_exits():
                 result = function(*arguments)
-        except (StopIteration, GeneratorExit) as error:  # a future does not pass these on
-            failure = user_code.exit_of(error)
         except BaseException as error:
-            failure = error
+            failure = user_code.for_future(error)
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 

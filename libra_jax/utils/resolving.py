@@ -256,6 +256,19 @@ def named(name: str, field: str, call: str) -> Iterator[None]:
         raise protocols.ConfigError(f"config.{field}: {call} of {shown(name)} {raised(error)}") from error
 
 
+@contextlib.contextmanager
+def contain_task_exits() -> Iterator[None]:
+    """Turns a SystemExit of a background task of user code, which ends the event loop, into a LibraError.
+
+    Run the event loop inside it.
+    """
+    try:
+        with user_code.contain_exits():
+            yield
+    except user_code.UserExit as error:
+        raise protocols.LibraError(f"a task that your code started {raised(error)}") from error
+
+
 @dataclass
 class FirstFew:
     """Shows only the first `MOST_TOLD` of many similar faults. Broken code or a broken environment may cause thousands.

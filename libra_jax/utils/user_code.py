@@ -43,8 +43,12 @@ def running(frame: types.FrameType | None) -> str:
     return place(reversed(frames))
 
 
+class SignalExit(SystemExit):
+    """The end of this process that one of our signal handlers asks for. It may interrupt user code."""
+
+
 class UserExit(Exception):
-    """An exception of user code that is no `Exception`, such as SystemExit. `__cause__` is that exception."""
+    """Stands for an exception of user code that a task must not raise, such as SystemExit, its `__cause__`."""
 
 
 def exit_of(error: BaseException) -> UserExit:
@@ -52,6 +56,12 @@ def exit_of(error: BaseException) -> UserExit:
     user_exit = UserExit(f"{type(error).__name__}: {error}")
     user_exit.__cause__ = error
     return user_exit
+
+
+def for_future(error: BaseException) -> BaseException:
+    """Returns an exception of user code in a form that a future passes on, and that ends no event loop."""
+    passes = isinstance(error, Exception | asyncio.CancelledError) and not isinstance(error, StopIteration)
+    return error if passes else exit_of(error)
 
 
 def original(error: BaseException) -> BaseException:
@@ -78,8 +88,9 @@ def contain_exits() -> Iterator[None]:
             passes = task is not None and task.cancelling() > 0
         elif isinstance(error, GeneratorExit):  # Python closes a coroutine or a generator outside of a task
             passes = task is None
-        else:  # Ctrl-C reaches no other thread
-            passes = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+        else:  # signals reach no other thread
+            at_signal = isinstance(error, KeyboardInterrupt | SignalExit)
+            passes = at_signal and threading.current_thread() is threading.main_thread()
         if passes:
             raise
         raise exit_of(error) from error

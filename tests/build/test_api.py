@@ -14,7 +14,7 @@ import pytest
 import libra_jax
 from configs import simulate
 from libra_jax import config, protocols
-from libra_jax.build import api, dry_run, objects, planned, wiring
+from libra_jax.build import api, dry_run, evaluating, objects, planned, serving, wiring
 from libra_jax.simulator import report, scripts
 
 QUESTIONS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(20)]
@@ -143,6 +143,34 @@ def test_an_interrupted_call_says_how_it_goes_on(call, monkeypatch, capsys):
         getattr(libra_jax, call)(small(), tasks=QUESTIONS)
     ending = {"train": "go on from the last checkpoint", "evaluate": "call evaluate again to begin it again"}[call]
     assert ending in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", ["train", "evaluate", "in a notebook", "evaluate.py", "serve.py"])
+def test_an_exit_of_a_task_that_user_code_started_is_an_error(call, monkeypatch):
+    async def exits():
+        raise SystemExit(0)
+
+    async def work(*_, **__):
+        task = asyncio.ensure_future(exits())
+        await asyncio.sleep(20)
+        await task
+
+    async def cell():
+        libra_jax.train(small(), tasks=QUESTIONS)
+
+    for name in ("train_async", "evaluate_async", "score", "serve"):
+        monkeypatch.setattr(api, name, work)
+    monkeypatch.setattr(evaluating, "located", lambda config, _: config)
+    request = evaluating.EvaluationRequest(model="mine")
+    calls = {
+        "train": lambda: libra_jax.train(small(), tasks=QUESTIONS),
+        "evaluate": lambda: libra_jax.evaluate(small(), tasks=QUESTIONS),
+        "in a notebook": lambda: asyncio.run(cell()),
+        "evaluate.py": lambda: evaluating.evaluate(request, small()),
+        "serve.py": lambda: serving.serve(request, small(), host=None, port=0, key_env="", ready=lambda _: None),
+    }
+    with pytest.raises(protocols.LibraError, match="a task that your code started raised SystemExit: 0"):
+        calls[call]()
 
 
 def test_an_edited_object_begins_another_run_and_an_importable_one_keeps_its_name():

@@ -65,6 +65,8 @@ class Counter:
             raise SystemExit(2)
         if kind == "interrupt":
             raise KeyboardInterrupt
+        if kind == "stop":
+            raise StopIteration("end")
         if kind == "own":
             raise OwnExit("panic")
         raise ValueError("first line\nsecond line")

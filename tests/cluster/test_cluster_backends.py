@@ -192,9 +192,14 @@ def test_our_errors_cross_as_themselves_and_others_as_one_sentence(with_actors):
         ) as e:
             await counter.call(Counter.fail, "theirs")
         assert "second line" in str(e.value.__cause__)
-        for kind, told in (("exit", "SystemExit: 2"), ("interrupt", "KeyboardInterrupt"), ("own", "OwnExit: panic")):
+        for kind, told in (
+            ("exit", "SystemExit: 2"),
+            ("interrupt", "KeyboardInterrupt"),
+            ("own", "OwnExit: panic"),
+            ("stop", "StopIteration: end"),
+        ):
             with pytest.raises(LibraError, match=f"^actor 'counter': fail failed with {told}$"):
-                await counter.call(Counter.fail, kind)
+                await asyncio.wait_for(counter.call(Counter.fail, kind), 20)
         assert await counter.call(Counter.add, 0) is not None
 
     with_actors(body)

@@ -168,6 +168,22 @@ def leaving_later():
     return score
 
 
+def exits_in_the_background():
+    """Starts a task that exits, waits for the text `wait`, and gives 0.75."""
+
+    async def task_body():
+        raise SystemExit(3)
+
+    async def score(task, text):
+        if text == "wait":
+            await asyncio.sleep(0.2)
+        else:
+            score.task = asyncio.ensure_future(task_body())
+        return 0.75
+
+    return score
+
+
 def cancelled():
     async def score(task, text):
         raise asyncio.CancelledError

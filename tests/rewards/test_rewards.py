@@ -189,6 +189,28 @@ def test_an_async_function_that_blocks_costs_no_other_attempt_its_reward(monkeyp
     )
 
 
+def test_an_exit_of_a_task_that_a_function_started_costs_no_call_its_reward(caplog):
+    async def body(scorer):
+        async def reward(text):
+            return (await scorer(TASK, scoring.Transcript(text))).reward
+
+        return [*await asyncio.gather(reward("wait"), reward("exit")), await reward("later")]
+
+    functions = {"exits": of("exits_in_the_background")}
+    assert with_scorer(body, functions, environment_weight=0.0, seconds=5.0, retries=0) == [0.75] * 3
+    assert "A task that a reward function started raised SystemExit: 3" in caplog.text
+
+
+def test_an_actor_whose_event_loop_is_closed_asks_to_be_replaced():
+    async def trouble():
+        worker = actors.RewardWorker({"good": of("constant")})
+        await worker.start()
+        await worker.shutdown()
+        return await worker.trouble()
+
+    assert asyncio.run(trouble()) == "has lost its event loop"
+
+
 def test_an_actor_with_too_many_calls_that_hang_is_made_anew(monkeypatch):
     monkeypatch.setattr(actors, "MOST_HUNG", 3)
     notes = []

@@ -187,7 +187,7 @@ def test_a_module_that_exits_at_its_import_names_its_field(tmp_path, monkeypatch
         resolving.resolve(f"exits_{code}:f", "task.source")
 
 
-def test_a_cancellation_by_the_run_and_ctrl_c_pass():
+def test_a_cancellation_by_the_run_and_the_ends_that_signals_ask_for_pass():
     async def cancelled():
         task = asyncio.ensure_future(call_deadlines.call(doubles.forever))
         await asyncio.sleep(0.01)
@@ -196,8 +196,9 @@ def test_a_cancellation_by_the_run_and_ctrl_c_pass():
             await task
 
     within_seconds(cancelled())
-    with pytest.raises(KeyboardInterrupt), user_code.contain_exits():
-        raise KeyboardInterrupt
+    for error in (KeyboardInterrupt(), user_code.SignalExit(75)):
+        with pytest.raises(type(error)):
+            resolving.call(raises(error), "mine:make", {}, "task.x")
     waiting = call_deadlines.call(paused)
     waiting.send(None)
     waiting.close()
