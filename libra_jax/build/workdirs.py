@@ -157,10 +157,10 @@ def foreseen(
     if not (path / "config.json").exists():
         return f"{path}, new"
     stored = _compared(path, _resolved(config), allow_changes)
-    steps = stored.steps_taken
+    checkpoint = stored.checkpoint
+    steps = checkpoint.step
     continuation = f"goes on from step {steps}" if steps > 0 else "begins again, because it has no checkpoint"
     changed = f", with other settings: {'; '.join(map(str, stored.differing))}" if stored.differing else ""
-    checkpoint = newest(path)
     damaged = [*checkpoint.skipped, *recorder.cut_back(path, checkpoint.step, checkpoint.records, look=True)]
     return "\n  ".join([f"{path}, {continuation}{changed}", *damaged])
 
@@ -172,12 +172,12 @@ class _Stored:
     Attributes:
       config: the earlier config, as its file has it.
       differing: settings that differ; all of them may.
-      steps_taken: training steps of the newest checkpoint; below 0 without a checkpoint.
+      checkpoint: the newest checkpoint.
     """
 
     config: changes.Settings
     differing: Sequence[changes.Change]
-    steps_taken: int
+    checkpoint: checkpoint_store.Found
 
 
 def _check_allowed(path: Path, allow_changes: Sequence[str]) -> None:
@@ -198,7 +198,8 @@ def _compared(path: Path, resolved: changes.Settings, allow_changes: Sequence[st
     """Compares the workdir's config with the present one. Refuses one with which the run in there cannot go on."""
     stored = _stored(path / "config.json")
     differing = changes.find(escapes.redacted(stored), resolved)
-    step = newest(path).step  # once, because it reads all files of a checkpoint
+    checkpoint = newest(path)  # once, because it reads all files of a checkpoint
+    step = checkpoint.step
     changes.check(path, differing, allow_changes, checkpoint=step >= 0)
     if step >= 0 and any(change.name == "model.path" for change in differing):
         changes.check_model(path, stored["model"], resolved["model"])
@@ -216,7 +217,7 @@ def _compared(path: Path, resolved: changes.Settings, allow_changes: Sequence[st
             f"config.steps: {resolved['steps']} is fewer than the {step} steps that the run in {path} has taken; "
             "give more to go on, or use another --workdir"
         )
-    return _Stored(stored, differing, step)
+    return _Stored(stored, differing, checkpoint)
 
 
 def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_changes: Sequence[str]) -> Path:
@@ -228,7 +229,7 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
     if stored_file.exists():
         stored = _compared(path, resolved, allow_changes)
         if stored.differing:
-            changes.record(path, stored.differing, allow_changes, max(0, stored.steps_taken))
+            changes.record(path, stored.differing, allow_changes, max(0, stored.checkpoint.step))
             differences = "; ".join(map(str, stored.differing))
             print(f"The run in {path} goes on with other settings: {differences}.", file=sys.stderr)
         if stored.config == resolved:
@@ -250,14 +251,16 @@ def _stored(file: Path) -> changes.Settings:
     try:
         stored = checksums.read_object(file)
         if {"task", "rollout"} <= stored.keys():  # a run's config, not a model's
-            return libra_config.renamed(stored)
+            stored = libra_config.renamed(stored)
+            escapes.redacted(stored)  # the comparison does so: it raises here if the values are nested too deeply
+            return stored
         problem = f"it holds {stored!r:.40}"
     except protocols.ConfigError as error:
         raise protocols.ConfigError(
             f"--workdir={file.parent}: an earlier version wrote its {file.name} ({error}); use another workdir"
         ) from error
-    except ValueError as error:
-        problem = str(error)
+    except (OSError, ValueError, RecursionError) as error:
+        problem = str(getattr(error, "strerror", "") or error)
     raise protocols.ConfigError(
         f"--workdir={file.parent}: its {file.name} is not the settings of a run ({problem}); put back the file as the "
         "run wrote it, or use another workdir"

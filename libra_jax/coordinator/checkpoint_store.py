@@ -204,12 +204,12 @@ def checked(workdir: Path, stored: Stored, trainer: bool = True) -> Stored:
 def _read(workdir: Path) -> list[Stored]:
     """Returns every checkpoint on disk, except those being written or removed. Raises DataError as `find`."""
     checkpoints, empty = list[Stored](), list[Stored]()
-    folders: list[Path] = []
+    step_folders: list[Path] = []
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            folders = [path for path in (workdir / FOLDER).iterdir() if _STEP.fullmatch(path.name)]
+            step_folders = folders(workdir)
         limits = dict(fencing.limits(workdir))
-        for folder in folders:
+        for folder in step_folders:
             step, path = int(folder.name.removeprefix("step-")), folder / f"{MANIFEST}.json"
             # A superseded run may still be removing an old checkpoint.
             with contextlib.suppress(FileNotFoundError):

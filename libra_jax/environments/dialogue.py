@@ -186,8 +186,6 @@ class Dialogue:
             returns = await self._side_by_side(self._toolbox, calls, early) if calls else []
             if self._toolbox.any_eager:
                 metrics["early_calls"] = float(self._early)
-            if self._toolbox.raised:
-                metrics["raised_calls"] = float(self._toolbox.raised)
             if calls:
                 return protocols.StepResult(tool_returns=returns, metrics=metrics)
         finally:

@@ -149,13 +149,13 @@ class Runner(Protocol):
 
 
 def metrics(verdict: object) -> dict[str, float]:
-    """Returns the metrics of a verdict, of which nothing else counts because a scorer gives the reward."""
+    """Returns the metrics of a verdict, unchecked. Nothing else of it counts because a scorer gives the reward."""
     values = verdict.metrics if isinstance(verdict, protocols.Outcome) else None
     if isinstance(verdict, Mapping):
         values = verdict.get("metrics")
     if not isinstance(values, Mapping):
         return {}
-    return {str(name): float(value) for name, value in values.items() if isinstance(value, int | float)}
+    return {str(name): value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def outcome(verdict: object, subject: str) -> protocols.Outcome:

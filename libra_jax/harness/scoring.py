@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,9 @@ from typing import Any, Protocol
 from libra_jax import protocols
 from libra_jax.harness import jobs
 from libra_jax.rewards.repair import grading, snapshots
-from libra_jax.utils import call_deadlines, resolving
+from libra_jax.utils import call_deadlines, resolving, user_values
 
 VERDICT, TESTS = "verdict", "tests"
-_METRIC = re.compile(r"[A-Za-z0-9_/]+")
 _SERVICES = re.compile(r"Connect|gaierror|InternalServer|RateLimit|Overloaded|Network")
 """In the name of a scorer's error: a service failed, such as a judge. A time-out may be due to what the agent left."""
 
@@ -53,6 +52,7 @@ class ByFunction:
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
         subject = f"the scorer {resolving.shown(self._name)}, task {finished.task.prompt_id}:"
+        finished = dataclasses.replace(finished, task=finished.task.copy())  # the function may change it
         try:
             verdict = await call_deadlines.within(self._seconds, call_deadlines.call(self._function, finished))
         except call_deadlines.Overdue:
@@ -94,12 +94,9 @@ def checked(outcome: protocols.Outcome, subject: str) -> protocols.Outcome:
       AttemptVoided: it has others.
     """
     for reward in (outcome.reward, *outcome.segment_rewards.values()):
-        if not math.isfinite(reward):
-            raise protocols.AttemptVoided(f"{subject} gave the reward {reward!r}, which is not a finite number")
-    for name, value in outcome.metrics.items():
-        if not (_METRIC.fullmatch(name) and math.isfinite(value)):
-            raise protocols.AttemptVoided(
-                f"{subject} gave the metric {name!r:.80} = {value!r}; use only letters, digits, _ and / in its name, "
-                "and a finite number"
-            )
+        if not user_values.is_finite(reward):
+            shown = user_values.shown(reward)
+            raise protocols.AttemptVoided(f"{subject} gave the reward {shown}, which is not a finite number")
+    if problem := user_values.metrics_problem(outcome.metrics):
+        raise protocols.AttemptVoided(f"{subject} gave {problem}")
     return outcome

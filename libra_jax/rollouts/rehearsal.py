@@ -170,7 +170,10 @@ def _send_result(run: config.RunConfig, task: protocols.Task, answer: str, sende
                 name = resolving.shown(run.task.environment)
                 problem, certain = f"{name} paid {earned:g}, which a policy can earn by writing nothing{suffix}", False
         except protocols.LibraError as error:
-            problem, certain = str(error).removeprefix("config.task.environment: ") + suffix, suffix is GIVEN
+            problem = str(error).removeprefix("config.task.environment: ") + suffix
+            # A run replaces a task whose prompt is too long. What a template refuses (the cause) other tasks have too.
+            too_long = isinstance(error, protocols.TaskRefused) and error.__cause__ is None
+            certain = suffix is GIVEN and not too_long
         except Exception as error:  # of the user's code; a traceback would hide what it was doing
             problem, certain = resolving.raised(error) + suffix, suffix is GIVEN
         if problem:

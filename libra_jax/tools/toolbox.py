@@ -144,11 +144,6 @@ class Toolbox:
         tool = self._tools.get(name) if isinstance(name, str) else None
         return bool(getattr(tool, "eager", False))
 
-    @property
-    def raised(self) -> int:
-        """Number of calls that a failure answered because they raised, of all toolboxes of the rollout."""
-        return self._counts["raised_calls"]
-
     async def ready(self, names: Collection[object]) -> None:
         """Waits until the rollout has its sandbox, if a tool of these names needs it."""
         if self.session is not None and any(isinstance(name, str) and name in self._in_session for name in names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
 import threading
 import weakref
@@ -97,8 +98,11 @@ async def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
-    """Runs a plain function on its own thread and returns the result. The thread never keeps the process alive."""
-    loop = asyncio.get_running_loop()
+    """Runs a plain function on its own thread and returns the result. The thread never keeps the process alive.
+
+    The function sees the caller's context variables.
+    """
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
@@ -115,7 +119,7 @@ async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
         failure: BaseException | None = None
         try:
             with user_code.contain_exits():
-                result = function(*arguments)
+                result = context.run(function, *arguments)
         except BaseException as error:
             failure = user_code.for_future(error)
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more

@@ -295,7 +295,8 @@ def check_sealed(folder: Path, *, weights: bool, share: slice = slice(None)) -> 
         if problem_found := problem(folder, {name: sums[inside + name] for name in names[share]}):
             raise protocols.DataError(f"{folder}/{problem_found}; {_ADVICE}")
         # Readers may take what an older export or another program left in the folder.
-        entries = {file.name for file in folder.iterdir() if _READ.fullmatch(file.name)}
+        # `glob` and not `iterdir`, which raises for a file or a missing folder: readers refuse those by a sentence.
+        entries = {file.name for file in folder.glob("*") if _READ.fullmatch(file.name)}
         entries |= {file.name for file in folder.glob("*.safetensors") if weights}
         if names and (strangers := entries - {name.partition("/")[0] for name in listed}):
             raise protocols.DataError(f"{folder}/{min(strangers)} is not of this export, as {SEAL} says; remove it")

@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import os
 import pkgutil
@@ -14,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -48,40 +48,57 @@ _REMOVED = {
 }
 """Modules that configs may still name, and why they are gone."""
 
-_MOVED = {
-    "agents.environments.acquaintances": "examples.acquaintances",
-    "agents.environments.integers": "examples.integers",
-    "agents.environments.time_zones": "examples.time_zones",
-    "agents.environments.harness": "harness",
-    "agents.environments": "environments",
-    "agents.outside": "examples.outside",
-    "agents.calculator": "examples.calculator",
-    "agents.repair.planted": "examples.planted",
-    "agents.repair": "rewards.repair",
-    "agents.rewards": "rewards",
-    "agents.answers": "rewards.answers",
-    "agents.teacher": "rewards.teacher",
-    "agents.datasets": "environments.datasets",
-    "agents.published": "environments.published",
-    "agents.question": "environments.question",
-    "agents.arithmetic": "tools.arithmetic",
-    "agents.sandbox": "tools.sandbox",
-    "agents.tools": "tools",
-    "agents.thoughts": "chat.thoughts",
+_RENAMED = {
+    "agents.deadlines": "utils.call_deadlines",
+    "agents.guarded": "rollouts.deadline_environment",
     "agents.wire": "rollouts.tool_results",
-    "agents": "rollouts",
+    "clients": "utils.typed_clients",
+    "loops.client": "rollouts.loop_worker_client",
+    "loops.worker": "rollouts.loop_worker",
+    "planning.least": "models.communication_bounds",
+    "planning.pools": "planning.forecast.degree_queues",
+    "weights.sync": "coordinator.weight_sync",
 }
-"""Rooms and modules of `libra_jax` that configs may still name, and where each is now. The first match counts."""
+"""Modules of `libra_jax` that have another name now."""
+
+_ROOMS = {
+    "": ("utils",),
+    "agents": ("rollouts", "environments", "rewards", "tools", "chat", "examples", "utils"),
+    "agents.environments": ("environments", "examples"),
+    "agents.environments.harness": ("harness", "harness.processes"),
+    "agents.outside": ("examples.outside",),
+    "agents.repair": ("rewards.repair", "examples"),
+    "agents.rewards": ("rewards",),
+    "agents.sandbox": ("tools.sandbox",),
+    "agents.tools": ("tools", "chat"),
+    "elastic": ("hybrid",),
+    "gateway": ("harness.gateway",),
+    "loops": ("rollouts",),
+    "models": ("models", "models.adapters", "models.attention", "models.experts", "models.hf"),
+    "planning": ("planning", "planning.compiled", "planning.costs", "planning.forecast", "planning.search", "models"),
+    "runs": ("build", "telemetry.report"),
+    "scheduling": ("scheduling", "scheduling.prediction", "scheduling.rivals"),
+    "telemetry": ("telemetry", "telemetry.report"),
+    "training": ("training", "data"),
+}
+"""Rooms of `libra_jax` that were divided or renamed, and the rooms where their modules are now."""
+
+
+def _exists(module: str) -> bool:
+    # By its file, because `find_spec` imports the rooms around a module.
+    path = Path(__file__).parents[1].joinpath(*module.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def _present_name(module: str) -> str:
-    """Returns where a module of this package is now, if its name begins with a former one, else ""."""
-    for former, present in _MOVED.items():
-        if f"{module}.".startswith(f"libra_jax.{former}."):
-            moved = f"libra_jax.{present}{module.removeprefix(f'libra_jax.{former}')}"
-            found = importlib.util.find_spec(moved.rpartition(".")[0]) and importlib.util.find_spec(moved)
-            return moved if found else ""
-    return ""
+    """Returns where a module or room of this package is now, if it has moved, else ""."""
+    former = module.removeprefix(SHIPPED)
+    room, _, name = former.rpartition(".")
+    places = [_RENAMED[former]] if former in _RENAMED else [*_ROOMS.get(former, ())[:1]]
+    # A module whose name became a room's lies in that room: models.attention is models.attention.attention now.
+    places += [place for now in _ROOMS.get(room, ()) for place in (f"{now}.{name}.{name}", f"{now}.{name}")]
+    place = next(filter(_exists, places), former)
+    return f"{SHIPPED}{place}" if module.startswith(SHIPPED) and place != former else ""
 
 
 def give(target: Any, field: str, *, name: str = "", text: str = "") -> str:
@@ -177,8 +194,13 @@ def resolve(name: str, field: str, *, asynchronous: bool = False) -> Callable[..
     except ModuleNotFoundError as error:
         # The module itself exists, but a module that it imports does not.
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            missing, why = str(error.name), "is not installed"
+            if missing.startswith(SHIPPED):
+                rooms = [SHIPPED + room for room in _ROOMS.get(missing.removeprefix(SHIPPED), ())]
+                place = ", ".join(rooms) or _present_name(missing)
+                why = f"{f'has moved to {place}' if place else 'does not exist'}; see docs/concepts/architecture.md"
             raise protocols.ConfigError(
-                f"config.{field}: {module_name} needs the module {error.name}, which is not installed"
+                f"config.{field}: {module_name} needs the module {missing}, which {why}"
             ) from error
         # For a short name, some installed package is always similar, so a top-level suggestion has to be much closer.
         hint = _nearest(module_name, _siblings(module_name), likeness=0.6 if "." in module_name else 0.8)

@@ -13,7 +13,7 @@ from libra_jax.build import changes, evaluating, workdirs
 from libra_jax.coordinator import checkpoints
 from libra_jax.telemetry import files, recorder
 from libra_jax.telemetry.report import sections
-from libra_jax.utils import checksums
+from libra_jax.utils import checksums, resolving
 
 FASTER = config.OptimizerConfig(learning_rate=0.5)
 
@@ -223,6 +223,23 @@ def test_a_run_goes_on_whose_config_was_stored_under_former_names(begun):
         protocols.ConfigError, match=r"an earlier version wrote .*task\.reward is now reward\.functions"
     ):
         workdirs.open_workdir(settings(), str(begun))
+
+
+def test_a_run_with_former_names_of_modules_goes_on_as_the_error_says(begun):
+    former = "libra_jax.agents.resolving:itself"
+    function = {"factory": resolving.ITSELF, "arguments": {"name": "mine:reward"}}
+    present = settings(reward=config.RewardConfig(functions={"mine": function}))
+    values = stored(begun)
+    values["task"]["source"] = "libra_jax.agents.calculator:task_source"
+    values["reward"]["functions"] = {"mine": {**function, "factory": former}}
+    (begun / "config.json").write_text(json.dumps(values))
+    with pytest.raises(protocols.ConfigError, match=r"\.agents\.calculator:task_source' there and ") as refused:
+        workdirs.open_workdir(present, str(begun))
+    names = changes.allowed_names(str(refused.value).rpartition("--allow_changes=")[2])
+    assert set(names) == {"task.source", "reward.functions.mine.factory"}
+    workdirs.open_workdir(present, str(begun), allow_changes=names)
+    with pytest.raises(protocols.ConfigError, match=r"has moved; name it libra_jax\.utils\.resolving:itself$"):
+        resolving.resolve(former, "reward.functions")
 
 
 def test_a_workdir_of_an_earlier_version_is_read_and_goes_on(begun):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from libra_jax import config, protocols
 from libra_jax.build import evaluating, preflight, records, workdirs
 from libra_jax.cluster import placement
-from libra_jax.coordinator import checkpoints
+from libra_jax.coordinator import checkpoint_store, checkpoints
 from libra_jax.models import config as model_config
 from libra_jax.simulator import recording
 from libra_jax.telemetry import files
@@ -104,6 +105,27 @@ def test_a_workdir_whose_settings_cannot_be_read_is_refused(tmp_path, content):
         workdirs.open_workdir(settings(), str(tmp_path))
     assert len(str(caught.value)) < len(str(tmp_path)) + 240
     assert (tmp_path / "config.json").read_bytes() == content.encode("latin-1")
+
+
+@pytest.mark.parametrize("depth", [0, 600, 100_000], ids=["pipe", "nested", "deeply_nested"])
+def test_settings_that_nothing_can_read_are_a_sentence_in_a_dry_run(tmp_path, depth):
+    file = tmp_path / "config.json"
+    if not depth:
+        os.mkfifo(file)
+    else:
+        file.write_text('{"rollout": {}, "task": ' + "[" * depth + "]" * depth + "}")
+    for look in (workdirs.foreseen, workdirs.open_workdir):
+        with pytest.raises(protocols.ConfigError, match=r"its config\.json is not the settings .*another workdir"):
+            look(settings(), str(tmp_path))
+
+
+def test_a_dry_run_looks_for_checkpoints_once(tmp_path, monkeypatch):
+    workdirs.open_workdir(settings(steps=50), str(tmp_path))
+    with_checkpoint(tmp_path, 5)
+    calls, find = [], checkpoint_store.find
+    monkeypatch.setattr(checkpoint_store, "find", lambda workdir: calls.append(workdir) or find(workdir))
+    assert "goes on from step 5" in workdirs.foreseen(settings(steps=50), str(tmp_path))
+    assert calls == [tmp_path]
 
 
 def test_a_changed_number_of_the_settings_is_told_by_every_reader(tmp_path, caplog):

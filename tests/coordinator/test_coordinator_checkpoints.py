@@ -208,6 +208,9 @@ def test_what_others_put_beside_checkpoints_stays(tmp_path):
     assert [path.name for path in (folder / "step-00000004").iterdir()] == ["why.txt"]
     assert len(list((folder / "step-00000004.bak").iterdir())) == 4
     assert checkpoint_store.find(tmp_path).step == 6
+    (folder / "step-00000008").write_text("mine")
+    assert checkpoint_store.find(tmp_path).step == 6
+    assert checkpoint_store.counting(tmp_path).keys() == {6}
 
 
 @pytest.mark.parametrize("tokens", [False, True])

@@ -43,6 +43,7 @@ async def agent(task, endpoint, kind: str = "", error: str = "", **_: object) ->
     if error == "hidden":
         return float(task.payload.get("answer", "") == "")
     raise {
+        "exit": SystemExit(1),
         "length": MaxTokensReached("cut off"),
         "connection": ConnectionError("reset"),
         "memory": MemoryError(),
@@ -72,6 +73,11 @@ def test_an_agents_own_error_after_an_output_is_scored_and_counted():
     assert trajectory.metrics["agent_failed"] == 1.0
     assert sum(trajectory.loss_mask) == len("seven") + 1
     assert any("MaxTokensReached" in remark for remark in remarks)
+
+
+def test_an_agents_exit_is_counted_by_its_own_name():
+    _, remarks = failing(error="exit")
+    assert "agents that end by SystemExit after an output (reward 0)" in remarks
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,36 @@ def test_a_function_may_return_an_outcome(monkeypatch):
     assert found.metrics["steps"] == 1.0
 
 
+def test_a_scorer_may_change_its_task_and_no_other_sees_it(monkeypatch):
+    def scorer(finished):
+        finished.task.payload["answer"] = "changed"
+        return 1.0
+
+    monkeypatch.setattr(harness_agents, "scorer", scorer, raising=False)
+    assert run("plain", score=f"{AGENTS}:scorer").reward == 1.0
+    assert TASK.payload["answer"] == "42"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "problem"),
+    [
+        (protocols.Outcome(None), "gave the reward None, which is not a finite number"),
+        (protocols.Outcome(10**400), "gave the reward 1000.*, which is not a finite number"),
+        (protocols.Outcome(1.0, {"size": 10**400}), "gave the metric 'size' = 1000.*, which is not a finite number"),
+        (protocols.Outcome(1.0, {"a b": 1.0}), "gave a metric the name 'a b'"),
+        (protocols.Outcome(1.0, {}, {1: None}), "gave the reward None, which is not a finite number"),
+    ],
+)
+@pytest.mark.parametrize("score", ["verdict", "harness_doubles:judge"])
+def test_a_verdict_that_no_record_can_hold_is_void(monkeypatch, verdict, problem, score):
+    monkeypatch.setattr(harness_agents, "unusable", lambda task, endpoint: verdict, raising=False)
+    if score == "verdict" or verdict.metrics:
+        with pytest.raises(protocols.AttemptVoided, match=problem):
+            run("unusable", score=score)
+    else:
+        assert run("unusable", score=score).reward == 0.25, "the scorer gives the reward"
+
+
 @pytest.mark.parametrize("tasks", [2, 3, 1319])
 def test_held_out_tasks_of_verifiers_are_never_trained(tasks):
     trained = {verifiers_v1.place_of(seed, tasks) for seed in range(0, 10_000, 2)}

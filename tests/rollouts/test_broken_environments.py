@@ -218,6 +218,14 @@ class CallsItself(doubles.Probe):
         return protocols.StepResult(tool_returns=[await self.box.call("raising", {})])
 
 
+class CallsInAThread(CallsItself):
+    """Makes its toolbox in a plain method, which runs on a thread."""
+
+    def reset(self, task):
+        self.box = toolbox.Toolbox([Raising()])
+        return [protocols.Message("user", "question")]
+
+
 class Raising:
     name, description, parameters = "raising", "Raises.", {"type": "object"}
 
@@ -225,10 +233,11 @@ class Raising:
         raise OSError("gone")
 
 
-def test_calls_that_raise_are_counted_for_an_environment_that_calls_its_toolbox():
-    trajectory, _ = doubles.attempt(["call", "call", "answer"], environment=CallsItself())
+@pytest.mark.parametrize("kind", [CallsItself, CallsInAThread])
+def test_calls_that_raise_are_counted_for_an_environment_that_calls_its_toolbox(kind):
+    trajectory, _ = doubles.attempt(["call", "call", "answer"], environment=kind())
     assert trajectory.metrics["raised_calls"] == 2.0
-    assert "raised_calls" not in doubles.attempt(["answer"], environment=CallsItself())[0].metrics
+    assert "raised_calls" not in doubles.attempt(["answer"], environment=kind())[0].metrics
 
 
 def test_an_environment_that_raises_is_a_crash_never_a_reward():

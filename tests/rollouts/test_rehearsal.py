@@ -161,6 +161,17 @@ def test_an_empty_output_that_earns_or_breaks_something_is_warned_of(play, kind,
     assert found.problem.endswith("; it was given the first task and an empty output")
 
 
+class PosedAtLength(Whole):
+    async def reset(self, task):
+        return [protocols.Message("user", "1+1" * 1000)]
+
+
+def test_a_first_task_that_a_run_would_replace_is_only_warned_of(play):
+    found = play(PosedAtLength)
+    assert not found.certain
+    assert "tokens leaves no room to answer within rollout.max_context" in found.problem
+
+
 class Asking(Whole):
     async def step(self, output):
         return protocols.StepResult(tool_returns=[protocols.ToolReturn("user", "success", "And?")])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -86,6 +87,22 @@ def test_weights_of_another_export_in_a_sealed_folder_are_refused(tmp_path):
     with pytest.raises(protocols.DataError, match=r"/model\.safetensors is not of this export"):
         checksums.check_sealed(tmp_path, weights=True)
     assert checksums.check_sealed(tmp_path, weights=False)
+
+
+@pytest.mark.parametrize("share", [slice(None), slice(5, 6)])
+def test_what_is_no_folder_in_a_sealed_one_is_left_to_its_readers(tmp_path, share):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    checksums.seal_folder(tmp_path)
+    for name in ("missing", "config.json"):
+        assert not checksums.check_sealed(tmp_path / name, weights=True, share=share)
+    shutil.rmtree(tmp_path / "adapter")
+    if share == slice(None):
+        with pytest.raises(protocols.DataError, match=r"adapter/adapter_config\.json is missing"):
+            checksums.check_sealed(tmp_path / "adapter", weights=True)
+    else:  # another process has that file
+        assert checksums.check_sealed(tmp_path / "adapter", weights=True, share=share)
 
 
 CHILD = """

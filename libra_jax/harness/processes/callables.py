@@ -17,7 +17,7 @@ from typing import Any
 from libra_jax import protocols
 from libra_jax.harness import jobs, private_view
 from libra_jax.harness.processes import child, commands, processes, workspace
-from libra_jax.utils import call_deadlines, resolving
+from libra_jax.utils import call_deadlines, resolving, user_code
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CALL, _VERDICT, _VERDICT_BYTES = "call.json", "verdict", 2**22
@@ -54,7 +54,8 @@ class InProcess:
             status = None
         except (protocols.LibraError, asyncio.CancelledError):
             raise
-        except Exception as error:
+        except Exception as raised:
+            error = user_code.original(raised)
             subject = f"agent {resolving.shown(self.name)}, task {job.task.prompt_id}:"
             if isinstance(error, child.HiddenFieldError):
                 raise protocols.EnvironmentCrashed(f"{subject} it {resolving.raised(error)}") from error
