@@ -79,7 +79,7 @@ _NUMBER = re.compile(
     rf"|{_ALONE}{_TEN}"
     rf"|(?:{_ALONE}(?:(?P<mixed>\d{{1,60}}) (?=\d{{1,2}}/\d))?(?P<digits>\d+(?:{_APART}\d+)*(?:\.\d+)?)(?!\.?\d)"
     r"|(?<![\w.])(\.\d+))"
-    rf"(?:[eE]({_SIGN}?\d+)|\s*(?:[\u00d7·*x]|\\times|\\cdot)\s*{_TEN})?(?:/(\d+))?)"
+    rf"(?:[eE]({_SIGN}?\d+)|\s*(?:[\u00d7·*x]|\\times|\\cdot)\s*{_TEN})?(?:/(?P<over>\d+))?)"
 )
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+")
 # Two numbers in brackets, which `math-verify` reads as a pair or an interval.
@@ -103,8 +103,11 @@ def last_number(text: str) -> fractions.Fraction | None:
 def number(text: str) -> fractions.Fraction | None:
     """Returns the value of a text that is a number and nothing else. None for any other text: `1,2` may be a list."""
     match = _NUMBER.fullmatch(text.strip())
-    listed = match is not None and match["digits"] is not None and _ungrouped(match["digits"]) is None
-    return None if match is None or listed else _value(match)
+    if match is None or (match["digits"] is not None and _ungrouped(match["digits"]) is None):
+        return None
+    if match["mixed"] and int(match["digits"]) >= int(match["over"]):  # `7 3/2` is two numbers
+        return None
+    return _value(match)
 
 
 def _value(match: re.Match[str]) -> fractions.Fraction | None:

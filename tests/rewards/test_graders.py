@@ -254,6 +254,7 @@ ENDS = [  # output, accepted answer, value: what the texts say, by plain arithme
     ("-1 1/2", -1.5, 1),
     ("12 345/5", 2469, 1),
     ("10 20/5", 4, 1),
+    ("5 4/2 in all", 2, 1),
     *((text, gold, 0) for text, gold in (("1.2.3", 1.2), ("15.03.2024", 15.03), ("192.168.0.1", 192.168))),
     ("it is 3.5.", 3.5, 1),
     ("(1,2)", 1.2, 0),
@@ -324,3 +325,10 @@ def test_the_last_balanced_box_is_the_answer(text):
         assert asked("exact", text, content) == 1.0
     if content is not None:
         assert asked("exact", text, f"{content}!") == 0.0
+
+
+@pytest.mark.parametrize("text", ["7 3/2", "5 4/2", "1 2/2", "-10 4/2", "3 12/12"])
+def test_a_whole_number_before_an_improper_fraction_is_no_single_number(text):
+    assert answers.number(text) is None
+    assert not answers.equal(text, {"answer": 2})
+    assert not answers.equal(text, {"answer": "3/2"})
