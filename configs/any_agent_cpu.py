@@ -15,13 +15,13 @@ start, so they have few rollouts and steps:
 """
 
 from configs import quickstart
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 _LOOP = "libra_jax.harness.openai_loop"
 
 
-def get_config(variant: str = "loop") -> libra_config.RunConfig:
-    libra_config.check_choice(variant, ("loop", "process", "agents_sdk"), "any_agent_cpu")
+def get_config(variant: str = "loop") -> config_lib.RunConfig:
+    config_lib.check_choice(variant, ("loop", "process", "agents_sdk"), "any_agent_cpu")
     config = quickstart.get_config()
     config.name = "any-agent" if variant == "loop" else f"any-agent-{variant}"
     config.task.environment = "libra_jax.harness:environment"

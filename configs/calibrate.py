@@ -11,7 +11,7 @@ Expected: about four minutes each on 2 cores, the start and the warm start inclu
 """
 
 from configs import twin
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 VARIANTS = {"single": ((1, 1, 1), 1), "fsdp": ((1, 2, 1), 2), "tensor": ((1, 1, 2), 1), "data": ((2, 1, 1), 2)}
 """(data, fsdp, tensor) and the instance's degree. All use micro-batches of eight rows. A row costs a fifth less in a
@@ -21,7 +21,7 @@ CYCLES, DISTINCT_STEPS = 6, 4
 """Cycles of a run, and steps in a cycle. The first half of the cycles is fitted to; the other half is predicted."""
 
 
-def get_config(variant: str = "single") -> libra_config.RunConfig:
+def get_config(variant: str = "single") -> config_lib.RunConfig:
     """Returns the run of `variant`, one of `VARIANTS`."""
     if variant not in VARIANTS:
         raise ValueError(f"configs/calibrate.py has {', '.join(VARIANTS)}, not {variant!r}")

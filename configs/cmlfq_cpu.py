@@ -19,12 +19,12 @@ trainer's (`mismatch/moved_log_prob_max`). It took 6 minutes on 2 cores that oth
   python launch/train.py --config=configs/cmlfq_cpu.py:cmlfq_paper  # the published rule, or any other policy
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config(policy: str = "cmlfq") -> libra_config.RunConfig:
+def get_config(policy: str = "cmlfq") -> config_lib.RunConfig:
     """Returns the run under a scheduling policy (`scheduler.policy`)."""
-    config = libra_config.RunConfig()
+    config = config_lib.RunConfig()
     config.name = f"{policy}_cpu"
     config.steps = 16
 

@@ -11,10 +11,10 @@ shared.
 """
 
 from configs import quickstart
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config() -> libra_config.RunConfig:
+def get_config() -> config_lib.RunConfig:
     config = quickstart.get_config()
     config.name = "context_cpu"
     config.trainer.context = 2

@@ -20,7 +20,7 @@ Those layouts are the other variants. `rollout`: the worker always rolls out. `t
   python launch/train.py --config=configs/elastic_cpu.py:shared
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 VARIANTS = ("elastic", "rollout", "training", "apart", "shared")
 
@@ -28,11 +28,11 @@ PHASE_STEPS = 13
 """Training steps of a phase of the curriculum."""
 
 
-def get_config(variant: str = "elastic") -> libra_config.RunConfig:
+def get_config(variant: str = "elastic") -> config_lib.RunConfig:
     """Returns the run with the hybrid worker, or one of the layouts that never switch."""
     if variant not in VARIANTS:
         raise ValueError(f"configs/elastic_cpu.py has {', '.join(VARIANTS)}, not {variant!r}")
-    config = libra_config.RunConfig()
+    config = config_lib.RunConfig()
     config.name = "elastic_cpu" if variant == "elastic" else f"elastic_cpu-{variant}"
     config.steps = 4 * PHASE_STEPS
 
@@ -88,7 +88,7 @@ def get_config(variant: str = "elastic") -> libra_config.RunConfig:
     return config
 
 
-def _stay(config: libra_config.RunConfig, variant: str) -> None:
+def _stay(config: config_lib.RunConfig, variant: str) -> None:
     """Removes the hybrid worker and fixes the layout of `variant`."""
     config.elastic.hybrid, config.elastic.cores = 0, ()
     # `rollout` keeps both instances; the second is now a plain one.

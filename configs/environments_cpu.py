@@ -10,13 +10,13 @@ minutes on two cores at a load of 6 to 10.
   python launch/train.py --config=configs/environments_cpu.py
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 _ENVIRONMENTS = "libra_jax.environments"
 
 
-def get_config() -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config() -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.name = "environments"
     config.steps = 10
 

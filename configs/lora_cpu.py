@@ -10,10 +10,10 @@ took 7 minutes on 2 cores that other work shared.
 """
 
 from configs import quickstart
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config() -> libra_config.RunConfig:
+def get_config() -> config_lib.RunConfig:
     config = quickstart.get_config()
     config.name = "lora_cpu"
     config.steps = 40

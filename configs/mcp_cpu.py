@@ -10,11 +10,11 @@ metrics.jsonl, turn by turn in trace.jsonl).
   python launch/train.py --config=configs/mcp_cpu.py
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config() -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config() -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.name = "mcp"
     config.steps = 4
 

@@ -11,10 +11,10 @@ in one step of 200. It took 4 minutes on 2 cores that other work shared.
 """
 
 from configs import quickstart
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config() -> libra_config.RunConfig:
+def get_config() -> config_lib.RunConfig:
     config = quickstart.get_config()
     config.name = "moe_cpu"
     config.model.preset = "libra-tiny-moe"

@@ -14,10 +14,10 @@ shows the predictions beside the measurements. It took about 6 minutes on 2 core
 """
 
 from configs import cmlfq_cpu
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config() -> libra_config.RunConfig:
+def get_config() -> config_lib.RunConfig:
     """Returns the run."""
     config = cmlfq_cpu.get_config()
     config.name = "planned_cpu"

@@ -19,7 +19,7 @@ weights and data; `launch/compile.py` says whether the trainer fits (docs/result
   python launch/compile.py --config=configs/published.py:math-30b-h100 --target=h100
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 MODELS = {"14b": "Qwen3-14B", "30b": "Qwen3-30B-A3B"}
 """Presets by the names that variants have."""
@@ -47,7 +47,7 @@ BOUND = {"swe": 8_192, "search": 2_048, "math": 16_384}
 """Most tokens that a request may have left to generate on an instance of degree 2."""
 
 
-def get_config(variant: str = "swe-14b") -> libra_config.RunConfig:
+def get_config(variant: str = "swe-14b") -> config_lib.RunConfig:
     """Returns the run of `variant`: a workload and a model, and perhaps the accelerators, with dashes between."""
     workload, model, accelerator, *more = (*variant.split("-"), "", "")
     accelerator = accelerator or "a800"
@@ -56,7 +56,7 @@ def get_config(variant: str = "swe-14b") -> libra_config.RunConfig:
             f"configs/published.py has {', '.join(CONTEXTS)}, each with -{' or -'.join(MODELS)}, and then perhaps "
             f"-h100, not {variant!r}"
         )
-    config = libra_config.RunConfig()
+    config = config_lib.RunConfig()
     config.name = f"published-{variant}"
     config.steps = 200
     _model(config, model)
@@ -79,7 +79,7 @@ def get_config(variant: str = "swe-14b") -> libra_config.RunConfig:
     return config
 
 
-def _model(config: libra_config.RunConfig, model: str) -> None:
+def _model(config: config_lib.RunConfig, model: str) -> None:
     config.model.preset = MODELS[model]  # the shape that --dry_run checks if the weights are missing
     config.model.path = f"models/{MODELS[model]}"
     config.model.compute_dtype = "bfloat16"
@@ -89,7 +89,7 @@ def _model(config: libra_config.RunConfig, model: str) -> None:
         config.algorithm.routing_replay = "rollout"
 
 
-def _repositories(config: libra_config.RunConfig) -> None:
+def _repositories(config: config_lib.RunConfig) -> None:
     """Repairs repositories, judged by hidden tests. The sandbox needs the packages that the projects import."""
     config.task.source = "libra_jax.environments.repo_repair:task_source"
     config.task.environment = "libra_jax.environments.repo_repair:environment"
@@ -101,7 +101,7 @@ def _repositories(config: libra_config.RunConfig) -> None:
     config.tools.use = ("shell", "edit")
 
 
-def _search(config: libra_config.RunConfig) -> None:
+def _search(config: config_lib.RunConfig) -> None:
     """Answers questions by search in a file of passages."""
     config.task.source = "libra_jax.environments.datasets:task_source"
     config.task.environment = "libra_jax.environments.search_qa:environment"
@@ -111,7 +111,7 @@ def _search(config: libra_config.RunConfig) -> None:
     config.tools.arguments = {"search": {"path": "data/wiki.jsonl", "title_column": "", "text_column": "contents"}}
 
 
-def _math(config: libra_config.RunConfig) -> None:
+def _math(config: config_lib.RunConfig) -> None:
     """Answers in one turn, compared as mathematics."""
     config.task.source = "libra_jax.environments.datasets:task_source"
     config.task.environment = "libra_jax.environments.math:environment"
@@ -119,7 +119,7 @@ def _math(config: libra_config.RunConfig) -> None:
     config.task.max_turns = 1
 
 
-def _layout(config: libra_config.RunConfig, workload: str, machine: str) -> None:
+def _layout(config: config_lib.RunConfig, workload: str, machine: str) -> None:
     """Lays the run out over hosts: those that train first, one process each."""
     trainer, rollout = config.trainer, config.rollout
     trainer.platform = "cuda"

@@ -13,11 +13,11 @@ one of them the warm start. A step takes 20 s, most of which goes into starting 
   python launch/train.py --config=configs/python_cpu.py
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config() -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config() -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.name = "python_cpu"
     config.steps = 24
 

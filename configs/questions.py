@@ -11,11 +11,11 @@ Expected result: depends on the questions and the model.
   python launch/train.py --config=configs/questions.py:models/Qwen3-1.7B --config.task.path=questions.jsonl
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config(weights: str = "") -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config(weights: str = "") -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.name = "questions"
     config.task.source = "libra_jax.environments.datasets:task_source"
     config.task.environment = "libra_jax.environments.question:environment"
@@ -33,7 +33,7 @@ def get_config(weights: str = "") -> libra_config.RunConfig:
     return config
 
 
-def _pretrained(config: libra_config.RunConfig, weights: str) -> None:
+def _pretrained(config: config_lib.RunConfig, weights: str) -> None:
     """Changes the settings that differ between pretrained weights and the character model."""
     config.model.path = weights
     config.model.compute_dtype = "bfloat16"

@@ -10,11 +10,11 @@ to 0.90 or more. A run takes about 4 minutes on 2 quiet cores with AVX-512; the 
   bash launch/quickstart.sh
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config() -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config() -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.name = "quickstart"
     config.steps = 50
 

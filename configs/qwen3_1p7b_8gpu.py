@@ -9,11 +9,11 @@ and data.
       --config.model.path=models/Qwen3-1.7B --config.task.path=data/questions.jsonl
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config() -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config() -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.name = "qwen3-1.7b"
     config.steps = 200
 

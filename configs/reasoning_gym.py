@@ -12,11 +12,11 @@ Expected result: depends on task and model. Every task of the package can be pos
       --config.task.max_turns=4
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config(name: str = "basic_arithmetic") -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config(name: str = "basic_arithmetic") -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.name = f"reasoning-gym-{name}"
     config.task.source = "libra_jax.environments.reasoning_gym:task_source"
     config.task.environment = "libra_jax.environments.reasoning_gym:environment"

@@ -13,11 +13,11 @@ learning rate of 1e-3 the reward falls to 0.
   python launch/train.py --config=configs/repo_repair_cpu.py
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config() -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config() -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.name = "repo-repair"
     config.steps = 30
 

@@ -13,13 +13,13 @@ of which the warm start takes about half.
   python launch/train.py --config=configs/search_cpu.py
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 WORLD = {"people": 2000, "world": 0}
 
 
-def get_config() -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config() -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.name = "search_cpu"
     config.steps = 30
 

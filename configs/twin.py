@@ -12,18 +12,18 @@ Expected: 40 steps in 3 to 4 minutes on 2 cores, the start and the warm start in
   python launch/twin.py --workdir=runs/twin
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 # Steps of a cycle: the same tasks come again after these.
 DISTINCT_STEPS = 8
 
 
-def get_config(variant: str = "synchronous") -> libra_config.RunConfig:
+def get_config(variant: str = "synchronous") -> config_lib.RunConfig:
     """Returns the run of `variant`: synchronous (max staleness 0) or overlapped (1: rollout while the trainer
     trains)."""
     if variant not in ("synchronous", "overlapped"):
         raise ValueError(f"configs/twin.py has synchronous and overlapped, not {variant!r}")
-    config = libra_config.RunConfig()
+    config = config_lib.RunConfig()
     config.name = "twin"
     config.steps = 5 * DISTINCT_STEPS
 

@@ -24,7 +24,7 @@ from support import cli
 from absl import flags
 
 from benchmarks import bridge, gateway, parts, rollout, train, weight_sync
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.build import huge_pages
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of the two sides; short ones get a multiple.", lower_bound=1)
@@ -42,7 +42,7 @@ _measure = parts.main(PARTS)
 
 
 def main() -> None:
-    huge_pages.restart(configuration.RunConfig(trainer=configuration.TrainerConfig(platform="cpu")))
+    huge_pages.restart(config_lib.RunConfig(trainer=config_lib.TrainerConfig(platform="cpu")))
     _measure()
 
 

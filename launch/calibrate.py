@@ -27,7 +27,7 @@ from support import cli
 from absl import flags
 from rich import console, table
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import wiring
 from libra_jax.models.hf import hub
@@ -152,7 +152,7 @@ def _recorded(folder: Path) -> Iterator[Path]:
 
     for variant in calibrate.VARIANTS:
         workdir, partial = folder / variant, folder / f"{variant}.partial"
-        wanted = libra_config.checked(calibrate.get_config(variant))
+        wanted = config_lib.checked(calibrate.get_config(variant))
         if workdir.exists():
             if recording.read(workdir).config != wanted:
                 raise protocols.DataError(

@@ -31,7 +31,7 @@ from absl import flags
 from ml_collections import config_flags
 from rich import console, table
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import fitting, wiring
 from libra_jax.models import communication_bounds
@@ -51,7 +51,7 @@ _HLO = flags.DEFINE_string("hlo", None, "Folder to write the compiled programs' 
 
 
 def main() -> None:
-    config: libra_config.RunConfig = _CONFIG.value
+    config: config_lib.RunConfig = _CONFIG.value
     # The planner's own formulas are compared with what is compiled.
     config = dataclasses.replace(config, planner=dataclasses.replace(config.planner, compiled=""))
     shape = wiring.known_shape(config)
@@ -95,7 +95,7 @@ def main() -> None:
         print(f"wrote {output}")
 
 
-def _tell_unused(grid: tuple[int, int], trainer: libra_config.TrainerConfig) -> None:
+def _tell_unused(grid: tuple[int, int], trainer: config_lib.TrainerConfig) -> None:
     """Says which devices of a topology the mesh uses, if there are more of them than the mesh has."""
     total, used = math.prod(grid), trainer.devices
     if total > used:
@@ -107,7 +107,7 @@ def _tell_unused(grid: tuple[int, int], trainer: libra_config.TrainerConfig) -> 
 
 
 def _compiled(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     shape: model_config.TransformerConfig,
     grid: tuple[int, int] | None,
     names: Sequence[str] = (),
@@ -123,7 +123,7 @@ def _compiled(
 
 
 def _print(
-    case: programs.Case, config: libra_config.RunConfig, shape: model_config.TransformerConfig, room: float
+    case: programs.Case, config: config_lib.RunConfig, shape: model_config.TransformerConfig, room: float
 ) -> None:
     gradient, foreseen = case.gradient, programs.expected(case, shape)
     bound = communication_bounds.volumes(shape, *case.mesh, case.columns, case.context)
@@ -178,7 +178,7 @@ def _formula(predicted: float, counted: float) -> str:
 
 
 def _refuse(
-    case: programs.Case, config: libra_config.RunConfig, shape: model_config.TransformerConfig, room: float
+    case: programs.Case, config: config_lib.RunConfig, shape: model_config.TransformerConfig, room: float
 ) -> None:
     """Raises the error of a config that does not fit, with settings that do."""
     print("Looking for settings that fit ...", flush=True)

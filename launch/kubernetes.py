@@ -33,7 +33,7 @@ from support import cli, job_flags, manifests, rendering
 
 from absl import flags
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import hosts
 
@@ -106,7 +106,7 @@ def _job(run: job_flags.Run, command: Sequence[str]) -> manifests.Job:
     config, size = run.config, run.host_size()
     job_flags.check_image(_IMAGE.value, config.trainer.platform)
     groups = _groups(config)
-    default = f"{config.name}-{libra_config.digest(config)}"
+    default = f"{config.name}-{config_lib.digest(config)}"
     name = re.sub(r"[^a-z0-9]+", "-", default.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"
     if len(name) > manifests.LONGEST_NAME:  # a long name loses its middle, not the hyphen and hash at its end
@@ -162,7 +162,7 @@ def _job(run: job_flags.Run, command: Sequence[str]) -> manifests.Job:
     )
 
 
-def _groups(config: libra_config.RunConfig) -> list[manifests.Group]:
+def _groups(config: config_lib.RunConfig) -> list[manifests.Group]:
     layout = hosts.layout(config)
     if layout is None:
         raise protocols.ConfigError(

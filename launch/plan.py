@@ -45,7 +45,7 @@ from absl import flags
 from ml_collections import config_flags
 from rich import console, table
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import inventory, planned, trial
 from libra_jax.models import config as model_config
@@ -101,7 +101,7 @@ def main() -> None:
     if _INVENTORY.value is not None:
         _print_assignments()
         return
-    case = planned.case(libra_config.to_dict(_CONFIG.value), _request())
+    case = planned.case(config_lib.to_dict(_CONFIG.value), _request())
     if (_OBJECTIVE.value == "cheapest") != (_WITHIN.value is not None):
         raise protocols.ConfigError(
             "--within: give the seconds of a step with --objective=cheapest, and only with that"

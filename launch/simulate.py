@@ -27,7 +27,7 @@ from support import cli, overrides
 from absl import flags
 from ml_collections import config_flags
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning.search import plans
 from libra_jax.scheduling.prediction import prediction_quality
@@ -83,13 +83,13 @@ def main() -> None:
         )
     given = overrides.fields(flags.FLAGS["config"])
     overrides.refuse_ignored(given, script="simulate.py", ignored=settings.IGNORED, instead=settings.COUNTS)
-    values = libra_config.to_dict(_CONFIG.value)
+    values = config_lib.to_dict(_CONFIG.value)
     if _TRACE.value is not None:
         values["workload"] |= {"shape": "trace", "trace": _TRACE.value}
     if _PLAN.value is not None:
         overrides.refuse_planned(given, _PLAN.value)
         values = plans.applied(values, plans.read(Path(_PLAN.value)))
-    asked = libra_config.parse(settings.SimulatedRun, values)
+    asked = config_lib.parse(settings.SimulatedRun, values)
     run = comparison.prepare(asked, policies)
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
@@ -131,12 +131,12 @@ def main() -> None:
 def _policies(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise protocols.ConfigError(f"--policies: name at least one of {', '.join(libra_config.POLICIES)}")
+        raise protocols.ConfigError(f"--policies: name at least one of {', '.join(config_lib.POLICIES)}")
     for name in (each.partition(":")[0] for each in names):
-        if name not in libra_config.POLICIES:
-            near = difflib.get_close_matches(name, libra_config.POLICIES, n=1)
+        if name not in config_lib.POLICIES:
+            near = difflib.get_close_matches(name, config_lib.POLICIES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            known = ", ".join(libra_config.POLICIES)
+            known = ", ".join(config_lib.POLICIES)
             raise protocols.ConfigError(f"--policies: {name!r} is not one of {known}{hint}")
     return list(dict.fromkeys(names))
 
@@ -163,7 +163,7 @@ def _write(
 ) -> None:
     picture = output.with_suffix(".svg")
     try:
-        shared = libra_config.to_dict(run)
+        shared = config_lib.to_dict(run)
         # The entries differ in these.
         del shared["seed"], shared["scheduler"]["policy"]
         output.write_text(report.to_json(result.entries, result.bound_seconds, asdict(about), shared))

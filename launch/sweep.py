@@ -32,7 +32,7 @@ from support import cli, overrides, real_results, sweeps
 from absl import flags
 from rich import console, table
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import comparison, report, settings
 from libra_jax.telemetry.report import page, pool_report, timeline
@@ -58,7 +58,7 @@ _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the commands of real runs,
 _AGAIN = flags.DEFINE_bool("again", False, "Submit runs that were submitted before, too: their jobs are gone.")
 
 
-Run = TypeVar("Run", bound=libra_config.RunConfig)
+Run = TypeVar("Run", bound=config_lib.RunConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def main(given: Sequence[str]) -> None:
         )
 
 
-def _submit(cells: Sequence[sweeps.Cell], read: Mapping[str, libra_config.RunConfig], folder: Path) -> None:
+def _submit(cells: Sequence[sweeps.Cell], read: Mapping[str, config_lib.RunConfig], folder: Path) -> None:
     if _SENSITIVITY.value:
         raise protocols.ConfigError("--sensitivity: moves coefficients of simulated runs, and these are real ones")
     runs = []
@@ -147,7 +147,7 @@ def _submit(cells: Sequence[sweeps.Cell], read: Mapping[str, libra_config.RunCon
     sweeps.run(runs, folder, launcher, launcher_flags, jobs=jobs, again=again, dry_run=dry_run)
 
 
-def _config(cell: sweeps.Cell) -> libra_config.RunConfig:
+def _config(cell: sweeps.Cell) -> config_lib.RunConfig:
     """Returns the file's config under the cell's settings."""
     try:
         made = cli.read_config(settings.SimulatedRun, cell.file, cell.settings)
@@ -161,12 +161,12 @@ def _config(cell: sweeps.Cell) -> libra_config.RunConfig:
 
 def _seeded(config: Run, seed: int) -> Run:
     """Returns the checked config of one run."""
-    values = libra_config.to_dict(config) | {"seed": seed, "steps": _STEPS.value or config.steps}
-    return libra_config.parse(type(config), values)
+    values = config_lib.to_dict(config) | {"seed": seed, "steps": _STEPS.value or config.steps}
+    return config_lib.parse(type(config), values)
 
 
 def _file(name: str, run: settings.SimulatedRun, folder: Path) -> Path:
-    return folder / f"{sweeps.title(name)}-seed{run.seed}-steps{run.steps}-{libra_config.digest(run)}.json"
+    return folder / f"{sweeps.title(name)}-seed{run.seed}-steps{run.steps}-{config_lib.digest(run)}.json"
 
 
 def _moves(job: Job, folder: Path) -> Iterator[Job]:

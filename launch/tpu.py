@@ -27,7 +27,7 @@ from support import cli, job_flags, rendering
 
 from absl import flags
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import hosts
 
@@ -67,7 +67,7 @@ def main() -> int | None:
     return subprocess.run(["bash", "-c", script], check=False).returncode  # the script bounds its own waits
 
 
-def _script(config: libra_config.RunConfig, command: Sequence[str]) -> str:
+def _script(config: config_lib.RunConfig, command: Sequence[str]) -> str:
     for flag in (_PROJECT, _ZONE, _TYPE, _RUNTIME, job_flags.WORKDIR):
         if not flag.value:
             raise protocols.ConfigError(f"--{flag.name}: is needed: {flags.FLAGS[flag.name].help}")
@@ -82,7 +82,7 @@ def _script(config: libra_config.RunConfig, command: Sequence[str]) -> str:
         raise protocols.ConfigError(f"--create_flags: cannot be read as a shell would ({error})") from error
     return rendering.shell(
         "tpu.sh.jinja",
-        name=_NAME.value or re.sub(r"[^a-z0-9]+", "-", f"{config.name}-{libra_config.digest(config)}".lower()),
+        name=_NAME.value or re.sub(r"[^a-z0-9]+", "-", f"{config.name}-{config_lib.digest(config)}".lower()),
         project=_PROJECT.value,
         zone=_ZONE.value,
         accelerator_type=_TYPE.value,
@@ -98,7 +98,7 @@ def _script(config: libra_config.RunConfig, command: Sequence[str]) -> str:
     )
 
 
-def _check_hosts(config: libra_config.RunConfig) -> int:
+def _check_hosts(config: config_lib.RunConfig) -> int:
     """Returns the number of the pod's hosts.
 
     Raises:

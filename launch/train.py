@@ -23,7 +23,7 @@ from support import cli, overrides
 from absl import flags
 from ml_collections import config_flags
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import api, changes, dry_run, huge_pages, observing, preflight, wiring, workdirs
 from libra_jax.coordinator import stopping
@@ -84,7 +84,7 @@ def main() -> int:
     return 0
 
 
-def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
+def _describe(named: config_lib.RunConfig, found: hub.Found) -> None:
     """Prints what the run would be: changed settings, unless it cannot start, and what follows from all of them.
 
     Raises:

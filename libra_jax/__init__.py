@@ -1,9 +1,9 @@
 """Libra-JAX: agentic RL post-training of LLMs that keeps every accelerator busy.
 
     import libra_jax
-    from libra_jax import config
+    from libra_jax import config as config_lib
 
-    trained = libra_jax.train(config.RunConfig(), environment=MyEnvironment, reward=my_reward, tasks=my_tasks)
+    trained = libra_jax.train(config_lib.RunConfig(), environment=MyEnvironment, reward=my_reward, tasks=my_tasks)
 
 The functions are imported when they are used: vLLM's processes import this package, too, and must not load JAX.
 """

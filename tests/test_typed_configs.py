@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 from mypy import api
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
 from libra_jax.simulator import settings
 
 TYPED = """
-from libra_jax import config
+from libra_jax import config as config_lib
 
 
-def get_config() -> config.RunConfig:
-    made = config.RunConfig()
+def get_config() -> config_lib.RunConfig:
+    made = config_lib.RunConfig()
     made.steps = 10
     made.optimizer.learning_rate = 1e-4
     made.rollout.tensor_parallel = (1, 2)
@@ -28,7 +28,7 @@ PLANTED = {
     "    made.optimiser.learning_rate = 1e-4": '"RunConfig" has no attribute "optimiser"',
     '    made.steps = "ten"': 'expression has type "str", variable has type "int"',
     "    made.rollout.tensor_parallel = 1": 'expression has type "int", variable has type "tuple[int, ...]"',
-    "    config.RolloutConfig(slot=4)": 'Unexpected keyword argument "slot" for "RolloutConfig"',
+    "    config_lib.RolloutConfig(slot=4)": 'Unexpected keyword argument "slot" for "RolloutConfig"',
 }
 
 
@@ -46,17 +46,17 @@ def test_mypy_sees_each_planted_error_of_a_config_file(tmp_path):
 
 
 def test_a_mistyped_field_is_refused_with_the_nearest_name():
-    made = config.RunConfig()
+    made = config_lib.RunConfig()
     with pytest.raises(ConfigError, match="RunConfig has no field 'optimiser'; did you mean optimizer"):
-        made.optimiser = config.OptimizerConfig()
+        made.optimiser = config_lib.OptimizerConfig()
     with pytest.raises(ConfigError, match="OptimizerConfig has no field 'learning_rat'; did you mean learning_rate"):
         made.optimizer.learning_rat = 1.0
 
 
-@pytest.mark.parametrize("kind", [config.RunConfig, settings.SimulatedRun])
+@pytest.mark.parametrize("kind", [config_lib.RunConfig, settings.SimulatedRun])
 def test_what_a_run_holds_is_frozen_and_its_file_stays_as_it_was(kind):
     made = kind()
-    held = config.checked(made)
+    held = config_lib.checked(made)
     assert held == made
     made.rollout.slots = 3
     assert held.rollout.slots != 3
@@ -66,14 +66,14 @@ def test_what_a_run_holds_is_frozen_and_its_file_stays_as_it_was(kind):
 
 
 def test_values_that_were_set_are_checked_when_the_run_takes_them():
-    made = config.RunConfig()
+    made = config_lib.RunConfig()
     made.steps = 0
     with pytest.raises(ConfigError, match=r"config\.steps: must be positive"):
-        config.checked(made)
+        config_lib.checked(made)
 
 
 def test_a_value_of_the_wrong_type_is_refused_where_it_is_set():
-    made = config.RunConfig()
+    made = config_lib.RunConfig()
     with pytest.raises(
         ConfigError, match=r"OptimizerConfig\.learning_rate: must be of type float, not 'fast'; .* 0\.001$"
     ):
@@ -81,31 +81,31 @@ def test_a_value_of_the_wrong_type_is_refused_where_it_is_set():
     with pytest.raises(
         ConfigError, match=r"config\.optimizer\.learning_rate: must be of type float, not 'fast'; .* 0\.001$"
     ):
-        config.parse(config.RunConfig, {"optimizer": {"learning_rate": "fast"}})
+        config_lib.parse(config_lib.RunConfig, {"optimizer": {"learning_rate": "fast"}})
 
 
-@pytest.mark.parametrize(("old", "new"), config.RENAMED.items())
+@pytest.mark.parametrize(("old", "new"), config_lib.RENAMED.items())
 def test_a_former_name_is_refused_with_the_present_one(old, new):
     group, name = old.split(".")
     sentence = f"{old} is now {new}".replace(".", r"\.")
     with pytest.raises(ConfigError, match=rf"config\.{group}\.{name}: no such field; {sentence}"):
-        config.parse(config.RunConfig, {group: {name: 1}})
+        config_lib.parse(config_lib.RunConfig, {group: {name: 1}})
     with pytest.raises(ConfigError, match=f"has no field '{name}'; {sentence}"):
-        setattr(getattr(config.RunConfig(), group), name, 1)
-    settings_of_new, present = getattr(config.RunConfig(), new.split(".")[0]), new.split(".")[1]
+        setattr(getattr(config_lib.RunConfig(), group), name, 1)
+    settings_of_new, present = getattr(config_lib.RunConfig(), new.split(".")[0]), new.split(".")[1]
     assert hasattr(settings_of_new, present)
 
 
 def test_a_stored_config_is_read_under_present_names():
     stored = {"steps": 3, "rollout": {"bucket_mib": 64, "slots": 2}, "elastic": {"late": 3.0}, "task": {"reward": ""}}
-    found = config.renamed(stored)
+    found = config_lib.renamed(stored)
     assert found == {"steps": 3, "rollout": {"slots": 2, "chunk_mib": 64}, "elastic": {"late_factor": 3.0}, "task": {}}
     assert stored["rollout"] == {"bucket_mib": 64, "slots": 2}
     for former, present in ((False, "none"), (True, "zero_variance")):
-        found = config.renamed({"coordinator": {"filter_zero_variance": former}, "algorithm": {}})
+        found = config_lib.renamed({"coordinator": {"filter_zero_variance": former}, "algorithm": {}})
         assert found == {"coordinator": {}, "algorithm": {"filter": present}}
-    assert config.renamed({"tools": {"servers": {}}}) == {"tools": {}}
+    assert config_lib.renamed({"tools": {"servers": {}}}) == {"tools": {}}
     with pytest.raises(
         ConfigError, match=r"config\.task\.reward: no such field; task\.reward is now reward\.functions, e"
     ):
-        config.renamed({"task": {"reward": "mine:reward"}})
+        config_lib.renamed({"task": {"reward": "mine:reward"}})

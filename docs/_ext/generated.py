@@ -24,7 +24,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.ext.autodoc.mock import mock
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.config import listing
 from libra_jax.telemetry import metrics
 
@@ -53,9 +53,9 @@ UNITS = (
 
 def sections() -> Iterator[tuple[str, type[Any]]]:
     """Yields each section of a run's config and its dataclass; the fields of the run itself have the name ""."""
-    yield "", libra_config.RunConfig
-    kinds = get_type_hints(libra_config.RunConfig)
-    for item in dataclasses.fields(libra_config.RunConfig):
+    yield "", config_lib.RunConfig
+    kinds = get_type_hints(config_lib.RunConfig)
+    for item in dataclasses.fields(config_lib.RunConfig):
         if dataclasses.is_dataclass(kinds[item.name]):
             yield item.name, cast("type[Any]", kinds[item.name])
 
@@ -63,7 +63,7 @@ def sections() -> Iterator[tuple[str, type[Any]]]:
 @functools.cache
 def fields() -> dict[str, listing.Setting]:
     """Returns every setting of a run by its full name."""
-    return {setting.name: setting for setting in listing.settings(libra_config.RunConfig)}
+    return {setting.name: setting for setting in listing.settings(config_lib.RunConfig)}
 
 
 def unit(name: str) -> str:
@@ -83,7 +83,7 @@ def _kinds(config_type: type[Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 def config_pages() -> Iterator[tuple[str, str]]:
     """Yields the file name and text of each page of the config reference."""
-    settings, kinds = fields(), dict(_kinds(libra_config.RunConfig))
+    settings, kinds = fields(), dict(_kinds(config_lib.RunConfig))
     names = []
     for section, config_type in sections():
         title = section or "run"

@@ -23,7 +23,7 @@ import aiohttp
 import psutil
 
 from benchmarks import sessions, workload
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.harness.gateway import server
 
@@ -206,7 +206,7 @@ class _Sessions:
 def _serve(pipe: connection.Connection) -> None:
     async def run() -> None:
         served = _Sessions()
-        gateway = server.Server(served, configuration.GatewayConfig())
+        gateway = server.Server(served, config_lib.GatewayConfig())
         pipe.send(await gateway.start())
         loop, process = asyncio.get_running_loop(), psutil.Process()
         while (command := await loop.run_in_executor(None, pipe.recv)) is not None:

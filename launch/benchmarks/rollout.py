@@ -13,7 +13,7 @@ from vllm.inputs import engine as engine_inputs
 from vllm.v1.engine import async_llm
 
 from benchmarks import workload
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.cluster import create as cluster_create
@@ -36,9 +36,7 @@ async def measure(rounds: int) -> workload.Figures:
 
     The bare side is an engine of its own, started with the same arguments; the two never decode at the same time.
     """
-    config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(slots=REQUESTS, max_context=256, max_tokens=TOKENS)
-    )
+    config = config_lib.RunConfig(rollout=config_lib.RolloutConfig(slots=REQUESTS, max_context=256, max_tokens=TOKENS))
     model = models_config.to_hf(models_config.load_preset("libra-tiny"))
     spec = workload.engine_spec(NAME, config, model)
     launch = vllm_launch.Launch("bare", model, config.rollout, 1, seed=0, cpu_cores="auto", log_path="")
@@ -72,7 +70,7 @@ async def measure(rounds: int) -> workload.Figures:
     }
 
 
-async def _through_coordinator(sampler: streams.Streams, config: configuration.RunConfig) -> None:
+async def _through_coordinator(sampler: streams.Streams, config: config_lib.RunConfig) -> None:
     tokenizer = workload.NeverStops()
     limits = agent_loop.Limits(
         max_turns=1, max_tokens=TOKENS, max_context=256, tool_seconds=10.0, temperature=config.rollout.temperature
@@ -101,7 +99,7 @@ async def _through_coordinator(sampler: streams.Streams, config: configuration.R
     await asyncio.gather(*(rollout(index) for index in range(REQUESTS)))
 
 
-async def _bare(engine: async_llm.AsyncLLM, config: configuration.RunConfig) -> None:
+async def _bare(engine: async_llm.AsyncLLM, config: config_lib.RunConfig) -> None:
     tokenizer = tokenizers.CharacterTokenizer()
     params = vllm.SamplingParams(  # exactly what our engine asks for (engines/vllm_engine.py)
         temperature=config.rollout.temperature,

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.chat import chat_format, tokenizers
 from libra_jax.cluster import inprocess
@@ -54,11 +54,11 @@ def engine(rollout: Mapping[str, Any]) -> fake_engine.FakeEngine:
 
 async def _serve(pipe: connection.Connection, secrets: Sequence[str]) -> None:
     rollout = {"slots": SLOTS, "max_context": CONTEXT, "stream_interval": OUTPUT}
-    config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(
+    config = config_lib.RunConfig(
+        rollout=config_lib.RolloutConfig(
             engine="fake", slots=SLOTS, max_context=CONTEXT, stream_interval=OUTPUT, max_tokens=OUTPUT
         ),
-        trainer=configuration.TrainerConfig(row_tokens=CONTEXT),
+        trainer=config_lib.TrainerConfig(row_tokens=CONTEXT),
     )
     cluster = inprocess.InProcessCluster()
     run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())

@@ -24,7 +24,7 @@ from typing import TypedDict
 import numpy as np
 
 from benchmarks import workload
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import cpu_rows, huge_pages, wiring
 from libra_jax.models import config as models_config
@@ -60,7 +60,7 @@ class Batch:
 
     prompt: int
     completions: Sequence[int]
-    trainer: configuration.TrainerConfig
+    trainer: config_lib.TrainerConfig
 
     @property
     def tokens(self) -> int:
@@ -72,12 +72,12 @@ BATCHES = {
     "padded": Batch(
         PROMPT,
         (COMPLETION,) * ROWS,
-        configuration.TrainerConfig(platform="cpu", row_tokens=PROMPT + COMPLETION, pack=False),
+        config_lib.TrainerConfig(platform="cpu", row_tokens=PROMPT + COMPLETION, pack=False),
     ),
     "real": Batch(
         REAL_PROMPT,
         tuple(length for length, count in REAL_COUNTS.items() for _ in range(count)),
-        configuration.TrainerConfig(platform="cpu", row_tokens=256),
+        config_lib.TrainerConfig(platform="cpu", row_tokens=256),
     ),
 }
 
@@ -117,12 +117,12 @@ def measure(rounds: int, peer_python: str | None) -> workload.Figures:
     return figures
 
 
-def config(batch: Batch) -> configuration.RunConfig:
+def config(batch: Batch) -> config_lib.RunConfig:
     """Returns the configuration of our side, with the rows that a run of it would have."""
     length = batch.prompt + max(batch.completions)
-    made = configuration.RunConfig(
-        model=configuration.ModelConfig(attention_chunk=64),  # as in configs/quickstart.py
-        rollout=configuration.RolloutConfig(max_context=length, max_tokens=max(batch.completions)),
+    made = config_lib.RunConfig(
+        model=config_lib.ModelConfig(attention_chunk=64),  # as in configs/quickstart.py
+        rollout=config_lib.RolloutConfig(max_context=length, max_tokens=max(batch.completions)),
         trainer=batch.trainer,
     )
     return cpu_rows.sized(made, wiring.policy_shape(made, need_weights=False))
@@ -131,7 +131,7 @@ def config(batch: Batch) -> configuration.RunConfig:
 def _ours(batch: Batch) -> float:
     """Returns the median seconds of whole `train_step` calls: advantages, packing, gradient, update, metrics."""
     with tempfile.TemporaryDirectory() as workdir:
-        actor = trainer.create(configuration.to_dict(config(batch)), workdir)
+        actor = trainer.create(config_lib.to_dict(config(batch)), workdir)
         actor.start()
         seconds = []
         for step in range(STEPS + 2):

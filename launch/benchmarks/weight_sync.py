@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 
 from benchmarks import bridge, workload
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import instances, parts, weight_sync
@@ -58,8 +58,8 @@ async def measure(
       at_once: `rollout.sync_at_once`.
       chunk_bytes: bytes of a chunk.
     """
-    config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(
+    config = config_lib.RunConfig(
+        rollout=config_lib.RolloutConfig(
             slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25, sync_at_once=at_once
         )
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.chat import tokenizers
 
@@ -15,9 +15,7 @@ Figures = Mapping[str, float | str]
 """Measured values by name."""
 
 
-def engine_spec(
-    name: str, config: configuration.RunConfig, model: Mapping[str, Any], **more: Any
-) -> protocols.ActorSpec:
+def engine_spec(name: str, config: config_lib.RunConfig, model: Mapping[str, Any], **more: Any) -> protocols.ActorSpec:
     """Returns the spec of a vLLM engine of degree 1.
 
     Args:
@@ -26,7 +24,7 @@ def engine_spec(
       model: content of the model's config.json.
       more: further arguments of `engines.vllm_engine.create`.
     """
-    rollout = configuration.to_dict(config.rollout)
+    rollout = config_lib.to_dict(config.rollout)
     arguments = {"name": name, "model_config": model, "rollout": rollout, "tensor_parallel": 1, "seed": 0, **more}
     return protocols.ActorSpec(name, "libra_jax.engines.vllm_engine:create", arguments)
 

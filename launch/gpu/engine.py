@@ -24,7 +24,8 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 import torch
 
 from gpu import reference, rows
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.models import transformer
 from libra_jax.weights import create
@@ -183,7 +184,7 @@ async def _served(
     from libra_jax.engines import vllm_engine
 
     arguments = {"attention_backend": variant.backend} if variant.backend else {}
-    rollout = config.RolloutConfig(
+    rollout = config_lib.RolloutConfig(
         max_context=512,
         max_tokens=256,
         slots=REQUESTS,
@@ -196,7 +197,7 @@ async def _served(
     )
     shape = _shape(bench)
     engine = vllm_engine.create(
-        variant.name, model_config.to_hf(shape), config.to_dict(rollout), 1, seed=0, hybrid=hybrid
+        variant.name, model_config.to_hf(shape), config_lib.to_dict(rollout), 1, seed=0, hybrid=hybrid
     )
     began = time.perf_counter()
     try:

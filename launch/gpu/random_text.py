@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.environments import dialogue
 from libra_jax.rollouts import splits
@@ -32,9 +32,9 @@ TEMPLATE = (
 )
 
 
-def get_config(arguments: str = DRY) -> libra_config.RunConfig:
+def get_config(arguments: str = DRY) -> config_lib.RunConfig:
     """Returns the run of "PRESET,STALENESS", such as "Qwen3-1.7B,1"; or the dry run."""
-    config = libra_config.RunConfig()
+    config = config_lib.RunConfig()
     config.name = "random_text"
     config.task.source = "gpu.random_text:task_source"
     config.task.environment = "gpu.random_text:environment"

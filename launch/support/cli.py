@@ -25,7 +25,7 @@ from support import config_files
 
 from absl import app, flags, logging
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.config import listing
 from libra_jax.telemetry import escapes
@@ -78,7 +78,7 @@ _WITHOUT_CONFIG = {"config", "flagfile", "help", "helpshort", "helpfull", "helpx
 
 def run(
     main: Callable[[], int | None],
-    config_type: type[Any] = libra_config.RunConfig,
+    config_type: type[Any] = config_lib.RunConfig,
     default_config: str | None = None,
     interrupted: str = "interrupted",
     lost: int = FAILED,
@@ -158,7 +158,7 @@ def check_output(path: Path) -> None:
         raise protocols.DataError(f"--output: {path} cannot be written ({error.strerror or error})") from error
 
 
-def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> libra_config.RunConfig:
+def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> config_lib.RunConfig:
     """Returns the config of a file, not checked yet, under `--config.` flags, as launch/train.py would read both.
 
     Args:
@@ -175,7 +175,7 @@ def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> l
         with config_files.watched(path):
             own(argv)
             _check_made(path, own.config)
-            made: libra_config.RunConfig = own.config
+            made: config_lib.RunConfig = own.config
             return made
     except Exception as error:  # the file is a user's program, which may raise anything
         said = config_files.sentence(error, path) or _flag_sentence(config_type, argv, error)
@@ -335,7 +335,7 @@ def _check_made(file: str, made: Any) -> None:
     if made is None and not file:
         return
     getattr(made, "name", None)  # raises the error with which ml_collections could not read the file
-    if isinstance(made, libra_config.RunConfig):
+    if isinstance(made, config_lib.RunConfig):
         return
     returned = "nothing" if made is None else f"a {type(made).__name__}"
     raise flags.Error(
@@ -357,7 +357,7 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
             except (SyntaxError, ValueError):
                 value = text
             try:
-                libra_config.parse(config_type, _nested(path, value))
+                config_lib.parse(config_type, _nested(path, value))
             except protocols.ConfigError as unknown:
                 if "no such field" in str(unknown):
                     return str(unknown)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 
 NOTICE_SECONDS = 10.0
@@ -90,10 +90,10 @@ def _hint(error: BaseException) -> str:
     if isinstance(error, AttributeError):
         group, name = error.obj, error.name or ""
     elif unexpected := _KEYWORD.match(str(error)):
-        group, name = getattr(libra_config, unexpected[1], None), unexpected[2]
+        group, name = getattr(config_lib, unexpected[1], None), unexpected[2]
     if dataclasses.is_dataclass(group):
-        return f"; {libra_config.nearest(name, [item.name for item in dataclasses.fields(group)])}"
-    near = difflib.get_close_matches(name, dir(group), n=1) if group is libra_config else []
+        return f"; {config_lib.nearest(name, [item.name for item in dataclasses.fields(group)])}"
+    near = difflib.get_close_matches(name, dir(group), n=1) if group is config_lib else []
     return f"; did you mean {near[0]}?" if near else ""
 
 

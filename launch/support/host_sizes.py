@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.cluster import hosts, placement
 from libra_jax.models import config as model_config
 from libra_jax.planning.costs import costs, memory
@@ -40,7 +40,7 @@ class HostSize:
     memory_gib: int
 
 
-def unlikely(config: libra_config.RunConfig) -> str:
+def unlikely(config: config_lib.RunConfig) -> str:
     """Returns what looks wrong with the accelerators of the hosts, as a sentence. Empty if nothing does."""
     layout, each, field = (
         hosts.layout(config),
@@ -62,7 +62,7 @@ def unlikely(config: libra_config.RunConfig) -> str:
     )
 
 
-def estimate(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> HostSize:
+def estimate(config: config_lib.RunConfig, shape: model_config.TransformerConfig | None) -> HostSize:
     """Returns what the largest host of a run needs.
 
     Args:

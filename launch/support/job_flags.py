@@ -19,7 +19,7 @@ from support import cli, host_sizes, overrides
 from absl import flags
 from ml_collections import config_flags
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.build import changes, preflight, wiring
 from libra_jax.models.hf import hub
 from libra_jax.protocols import ConfigError, DataError
@@ -57,12 +57,12 @@ class Run:
       allow_changes: names of --allow_changes, for `workdirs.open_workdir`.
     """
 
-    config: libra_config.RunConfig
+    config: config_lib.RunConfig
     arguments: tuple[str, ...]
     allow_changes: tuple[str, ...] = ()
 
     @functools.cached_property
-    def _with_model(self) -> libra_config.RunConfig:
+    def _with_model(self) -> config_lib.RunConfig:
         """The config; if it names its model by a Hugging Face id, with the folder of the config.json in the hub."""
         try:
             return hub.with_model(self.config)
@@ -114,7 +114,7 @@ def cpus_per_host(otherwise: str) -> flags.FlagHolder[int]:
     return flags.DEFINE_integer("cpus_per_host", 0, f"Cores of each host; 0: {otherwise}.", lower_bound=0)
 
 
-def telemetry_key(config: libra_config.RunConfig) -> str:
+def telemetry_key(config: config_lib.RunConfig) -> str:
     """Returns the variable whose secret the run's telemetry needs; empty if it needs none."""
     return "WANDB_API_KEY" if config.telemetry.wandb_project and os.environ.get("WANDB_MODE") != "offline" else ""
 
@@ -187,7 +187,7 @@ def _check_lines() -> None:
         raise ConfigError(f"{str(Path.cwd())!r}: a job cannot be submitted from a folder with a line break in its name")
 
 
-def check_grace(seconds: int, config: libra_config.RunConfig) -> None:
+def check_grace(seconds: int, config: config_lib.RunConfig) -> None:
     """Raises ConfigError if the run would be killed before it can save its checkpoint."""
     if seconds < config.deadlines.grace:
         raise ConfigError(

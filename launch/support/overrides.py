@@ -9,7 +9,7 @@ from typing import Any
 
 from ml_collections import config_flags
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.cluster import hosts
 from libra_jax.planning.search import plans
 from libra_jax.protocols import ConfigError
@@ -23,7 +23,7 @@ Overrides = Mapping[str, object]
 """Values by the name of their setting."""
 
 
-def config(flag: Any, plan: str | None = None, cluster: Overrides = MappingProxyType({})) -> libra_config.RunConfig:
+def config(flag: Any, plan: str | None = None, cluster: Overrides = MappingProxyType({})) -> config_lib.RunConfig:
     """Returns the checked config of a real run.
 
     Args:
@@ -35,7 +35,7 @@ def config(flag: Any, plan: str | None = None, cluster: Overrides = MappingProxy
       ConfigError: a setting is wrong or the plan's to decide, or the config is a simulation's.
       DataError: the plan cannot be read.
     """
-    found = libra_config.to_dict(flag.value)
+    found = config_lib.to_dict(flag.value)
     if "simulation" in found:
         file = config_flags.get_config_filename(flag)
         raise ConfigError(f"--config={file}: is a config for launch/simulate.py; give it to that script")
@@ -43,7 +43,7 @@ def config(flag: Any, plan: str | None = None, cluster: Overrides = MappingProxy
         refuse_planned(fields(flag), plan)
         found = plans.applied(found, plans.read(Path(plan)))
     found["cluster"].update(cluster)
-    made = libra_config.parse(libra_config.RunConfig, found)
+    made = config_lib.parse(config_lib.RunConfig, found)
     if plan is not None:
         _check_hosts(made, plans.accelerators(Path(plan)))
     return made
@@ -64,7 +64,7 @@ def refuse_planned(names: Collection[str], plan: str) -> None:
             raise ConfigError(f"--config.{name}: the plan decides it; leave it out, or --plan={plan}")
 
 
-def _check_hosts(config: libra_config.RunConfig, accelerators: int) -> None:
+def _check_hosts(config: config_lib.RunConfig, accelerators: int) -> None:
     """Raises ConfigError if a plan takes more hosts than hold its accelerators."""
     layout, each = hosts.layout(config), config.cluster.accelerators_per_host
     if layout is not None and accelerators and len(layout.hosts) > -(-accelerators // each):

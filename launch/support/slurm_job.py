@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support import host_sizes, job_flags, rendering
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.cluster import hosts, placement
 from libra_jax.protocols import ConfigError
 
@@ -131,7 +131,7 @@ class Partition:
 
 
 def make(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     settings: Settings,
     *,
     arguments: Sequence[str],
@@ -183,7 +183,7 @@ def render(job: Job) -> str:
 
 
 def parts(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     settings: Settings,
     size: host_sizes.HostSize | None = None,
     there: Sequence[Partition] = (),
@@ -252,7 +252,7 @@ def _part(of: Sequence[hosts.Host], partition: str, on_gpus: bool) -> Part:
     return Part(partition, len(of), max(host.accelerators for host in of) if on_gpus else 0, comment)
 
 
-def _check(config: libra_config.RunConfig, settings: Settings) -> None:
+def _check(config: config_lib.RunConfig, settings: Settings) -> None:
     if config.trainer.platform == "tpu":
         raise ConfigError("config.trainer.platform: tpu is for launch/tpu.py; Slurm's hosts have GPUs or none")
     if settings.time and not _TIME.fullmatch(settings.time):

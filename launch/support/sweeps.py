@@ -25,7 +25,7 @@ from typing import TextIO
 
 from support import real_results
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.telemetry import escapes, files, metrics
 from libra_jax.utils import parent_death
@@ -168,7 +168,7 @@ class Run:
 
     name: str
     file: str
-    config: libra_config.RunConfig
+    config: config_lib.RunConfig
     steps: int | None
     workdir: Path
     settings: tuple[str, ...] = ()
@@ -197,9 +197,9 @@ def title(name: str) -> str:
     return re.sub(r"[^\w.=+-]+", "-", plain)[:LONGEST_TITLE]
 
 
-def workdir(folder: Path, name: str, config: libra_config.RunConfig) -> Path:
+def workdir(folder: Path, name: str, config: config_lib.RunConfig) -> Path:
     """Returns the folder of a run: named by its config, its seed and a hash of its settings."""
-    return folder / f"{title(name)}-seed{config.seed}-{libra_config.digest(config)}"
+    return folder / f"{title(name)}-seed{config.seed}-{config_lib.digest(config)}"
 
 
 def run(
@@ -228,7 +228,7 @@ def run(
         raise protocols.ConfigError("--launcher_flags: has --dry_run, with which nothing is submitted; give it apart")
     seen: dict[tuple[str, int, str], Run] = {}
     for entry in runs:  # a run may have two names, by the values 1e-4 and 0.0001
-        known = entry.file, entry.config.seed, libra_config.digest(entry.config)
+        known = entry.file, entry.config.seed, config_lib.digest(entry.config)
         if (other := seen.setdefault(known, entry)) is not entry:
             raise protocols.ConfigError(
                 f"--sweep: {other.name!r} and {entry.name!r} are the same run; name each value once, and no field that "

@@ -15,7 +15,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.algorithms import checks
 
 
@@ -93,7 +93,7 @@ def token_weights(
       ConfigError: the mode is unknown.
       LibraError: shapes or dtypes do not match.
     """
-    config.check_choice(mode, config.AGGREGATIONS, "algorithm.aggregation")
+    config_lib.check_choice(mode, config_lib.AGGREGATIONS, "algorithm.aggregation")
     checks.rank(2, mask_BxT=mask_BxT)
     checks.same_shape(mask_BxT=mask_BxT, segments_BxT=segments_BxT)
     checks.integer(segments_BxT=segments_BxT)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.algorithms import aggregation, checks, kl
 
 
@@ -93,7 +93,7 @@ def weights(log_ratio_BxT: jax.Array, correction: str, *, cap: float, floor: flo
     Raises:
       ConfigError: the correction is unknown.
     """
-    config.check_choice(correction, config.CORRECTIONS, "algorithm.correction")
+    config_lib.check_choice(correction, config_lib.CORRECTIONS, "algorithm.correction")
     log_ratio_BxT = checks.floats(log_ratio_BxT, "log_ratio_BxT")
     if correction == "truncated":
         return truncated(log_ratio_BxT, cap=cap)

@@ -74,8 +74,8 @@ def compute(
 
     Example:
       >>> import numpy as np
-      >>> from libra_jax import config
-      >>> algorithm = config.AlgorithmConfig(advantage="rloo")
+      >>> from libra_jax import config as config_lib
+      >>> algorithm = config_lib.AlgorithmConfig(advantage="rloo")
       >>> compute(algorithm, rewards_N=np.array([1.0, 0.0]), groups_N=np.array([0, 0]), mask_NxT=np.ones((2, 2)))
       array([[ 1.,  1.],
              [-1., -1.]], dtype=float32)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.algorithms import checks
 
 LOG_RATIO_BOUND = 20.0
@@ -76,7 +76,7 @@ def estimate(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array, estim
       >>> print(estimate(jnp.array([[-1.0]]), jnp.array([[-3.0]]), "k2"))
       [[2.]]
     """
-    config.check_choice(estimator, config.KL_ESTIMATORS, "algorithm.kl_estimator")
+    config_lib.check_choice(estimator, config_lib.KL_ESTIMATORS, "algorithm.kl_estimator")
     checks.same_shape(log_probs_BxT=log_probs_BxT, reference_log_probs_BxT=reference_log_probs_BxT)
     log_probs_BxT = checks.floats(log_probs_BxT, "log_probs_BxT")
     reference_BxT = checks.floats(reference_log_probs_BxT, "reference_log_probs_BxT")

@@ -132,9 +132,9 @@ def policy_objective(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from libra_jax import config
+      >>> from libra_jax import config as config_lib
       >>> sums = policy_objective(
-      ...     config.AlgorithmConfig(),
+      ...     config_lib.AlgorithmConfig(),
       ...     log_probs_BxT=jnp.array([[-1.0, -2.0, 0.0]]),
       ...     behaviour_log_probs_BxT=jnp.array([[-1.0, -2.0, 0.0]]),
       ...     advantages_BxT=jnp.array([[1.0, 0.5, 0.0]]),

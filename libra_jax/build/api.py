@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import dry_run, objects, planned, preflight, wiring, workdirs
 from libra_jax.coordinator import checkpoint_store, evaluation, stopping
@@ -113,8 +113,8 @@ class _Plain(contextlib.ContextDecorator):
 
 
 async def start(
-    named: libra_config.RunConfig,
-    config: libra_config.RunConfig,
+    named: config_lib.RunConfig,
+    config: config_lib.RunConfig,
     *,
     workdir: str | None = None,
     take_over: bool = False,
@@ -154,7 +154,7 @@ async def start(
 
 
 async def train_async(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     *,
     environment: objects.MakeEnvironment | None = None,
     reward: objects.RewardFunction | None = None,
@@ -188,7 +188,7 @@ async def train_async(
 
 @_Plain()
 def train(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     *,
     environment: objects.MakeEnvironment | None = None,
     reward: objects.RewardFunction | None = None,
@@ -236,7 +236,7 @@ def train(
 
 
 async def score(
-    config: libra_config.RunConfig, checkpoint: checkpoint_store.Stored | None = None
+    config: config_lib.RunConfig, checkpoint: checkpoint_store.Stored | None = None
 ) -> tuple[evaluation.Evaluation, protocols.Tokenizer]:
     """Evaluates on the running event loop. Returns the scores, and the tokenizer that decodes the rollouts.
 
@@ -255,7 +255,7 @@ async def score(
 
 
 async def serve(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     checkpoint: checkpoint_store.Stored | None,
     *,
     secret: str,
@@ -270,8 +270,8 @@ async def serve(
       ready: called with the address once it is served.
     """
     # The machine that serves need not have what the run trained on.
-    task = libra_config.TaskConfig(tokenizer=config.task.tokenizer)
-    bare = dataclasses.replace(config, task=task, tools=libra_config.ToolsConfig(), reward=libra_config.RewardConfig())
+    task = config_lib.TaskConfig(tokenizer=config.task.tokenizer)
+    bare = dataclasses.replace(config, task=task, tools=config_lib.ToolsConfig(), reward=config_lib.RewardConfig())
     config = _without_training(bare)
     folder = Path(tempfile.mkdtemp(prefix="libra-serve-"))
     async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
@@ -279,13 +279,13 @@ async def serve(
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _without_training(config: libra_config.RunConfig) -> libra_config.RunConfig:
+def _without_training(config: config_lib.RunConfig) -> config_lib.RunConfig:
     """Returns a checked config of the same policy and engines with local paths. No hybrid worker or plan takes part."""
     config = dataclasses.replace(
         config,
-        elastic=libra_config.ElasticConfig(),
-        planner=libra_config.PlannerConfig(),
-        warm_start=libra_config.WarmStartConfig(),
+        elastic=config_lib.ElasticConfig(),
+        planner=config_lib.PlannerConfig(),
+        warm_start=config_lib.WarmStartConfig(),
         telemetry=dataclasses.replace(config.telemetry, tensorboard=False, wandb_project=""),
     )
     located = hub.resolved(config, download=True)
@@ -306,7 +306,7 @@ def _trainer_part(checkpoint: checkpoint_store.Stored | None) -> str | None:
 
 
 async def evaluate_async(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     *,
     model: str | Path | None = None,
     environment: objects.MakeEnvironment | None = None,
@@ -344,7 +344,7 @@ async def evaluate_async(
 
 @_Plain()
 def evaluate(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     *,
     model: str | Path | None = None,
     environment: objects.MakeEnvironment | None = None,
@@ -451,7 +451,7 @@ def simulate(
     """
 
     objects.need(config, settings.SimulatedRun, "libra_jax.simulator.settings.SimulatedRun")
-    run = comparison.prepare(libra_config.checked(config), policies)
+    run = comparison.prepare(config_lib.checked(config), policies)
     # A thread of its own: the simulator runs an event loop of virtual time, a thread runs only one loop, and a
     # notebook's thread has one already.
     with futures.ThreadPoolExecutor(1, thread_name_prefix="libra-simulation") as pool:
@@ -477,7 +477,7 @@ def plan(
     turns: int | None = None,
     payload_tokens: int | None = None,
     prompt_tokens: int | None = None,
-    config: libra_config.RunConfig | None = None,
+    config: config_lib.RunConfig | None = None,
 ) -> search.Split:
     """Plans how many accelerators train and how many roll out, and in which layouts.
 
@@ -515,5 +515,5 @@ def plan(
         workload=workload,
         lengths=scripts.Wanted(generated, turns, payload_tokens, prompt_tokens),
     )
-    case = planned.case(libra_config.to_dict(config), request)
+    case = planned.case(config_lib.to_dict(config), request)
     return case.searched().best(case.devices)

@@ -1,7 +1,7 @@
 """Compares a workdir's config with the config of a run that goes on there, and records the changes.
 
 Settings fall into three classes. Settings that only affect reports or waits may change freely
-(`libra_config.MAY_CHANGE`). Settings that change the learning or the devices need --allow_changes. Settings that the
+(`config_lib.MAY_CHANGE`). Settings that change the learning or the devices need --allow_changes. Settings that the
 checkpoint cannot follow are always refused. Every start with changes adds one line to `config_history.jsonl`, and the
 report shows it.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
 from libra_jax.protocols import ConfigError, LibraError
 from libra_jax.telemetry import files
@@ -76,14 +76,14 @@ def allowed_names(text: str) -> tuple[str, ...]:
       ConfigError: a setting does not exist; the message offers the nearest name.
     """
     names = tuple(part.strip().removeprefix("config.") for part in text.split(",") if part.strip())
-    kinds = dict(_settings(libra_config.RunConfig))
+    kinds = dict(_settings(config_lib.RunConfig))
     mappings = [setting for setting, kind in kinds.items() if "Mapping" in str(kind)]
     for name in names:
         if name not in kinds and not any(_covers(mapping, name) for mapping in mappings):
             near = difflib.get_close_matches(name, kinds, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            if name in libra_config.RENAMED:
-                hint = f"; {libra_config.now(name)}"
+            if name in config_lib.RENAMED:
+                hint = f"; {config_lib.now(name)}"
             raise ConfigError(f"--allow_changes: there is no setting {name!r}{hint}")
     return names
 
@@ -124,7 +124,7 @@ def check(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], *, c
             f"--workdir={workdir} has a checkpoint that cannot follow: {'; '.join(map(str, structural))}. Its "
             "optimizer's state has another structure; use another workdir, or the old settings"
         )
-    free = (*libra_config.MAY_CHANGE, *allowed)
+    free = (*config_lib.MAY_CHANGE, *allowed)
     refused = [change for change in changes if not any(_covers(name, change.name) for name in free)]
     if refused:
         names = ",".join(dict.fromkeys(change.name for change in refused))

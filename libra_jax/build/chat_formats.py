@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.chat import chat_format, hugging_face, output_parsers, tokenizers
 from libra_jax.rollouts import factories
 from libra_jax.tools import toolkit
 
 
-def policy_tokenizer(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> protocols.Tokenizer:
+def policy_tokenizer(config: config_lib.RunConfig, tools: toolkit.Toolkit) -> protocols.Tokenizer:
     """Returns the tokenizer of the run's model.
 
     The native loop adds increments to a dialogue, so its template has to be incremental. A harness sends whole
@@ -25,13 +25,13 @@ def policy_tokenizer(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> 
     return tokenizer
 
 
-def drives(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> bool:
+def drives(config: config_lib.RunConfig, tools: toolkit.Toolkit) -> bool:
     """Returns whether the run's environment is a harness, whose agent writes dialogues as it likes."""
     # Made to see its kind, and never begun.
     return factories.is_harness(factories.environment_factory(config.task, tools)())
 
 
-def make(tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig) -> protocols.ChatFormat:
+def make(tokenizer: protocols.Tokenizer, settings: config_lib.GatewayConfig) -> protocols.ChatFormat:
     """Returns the chat format of a tokenizer, with the parsers that the settings name.
 
     Raises ConfigError if vLLM has no parser of a name, or the parser cannot read the tokenizer's tokens.
@@ -49,7 +49,7 @@ def make(tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig) -
 
 
 def _parsing(
-    tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig, certain: chat_format.Parsers
+    tokenizer: protocols.Tokenizer, settings: config_lib.GatewayConfig, certain: chat_format.Parsers
 ) -> output_parsers.Parsing:
     names = chat_format.Parsers(
         _name(settings.tool_parser, certain.tool), _name(settings.reasoning_parser, certain.reasoning)

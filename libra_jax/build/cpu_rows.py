@@ -11,7 +11,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
 from libra_jax.planning.forecast import meshes
 
@@ -24,8 +24,8 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def sized(
-    config: libra_config.RunConfig, shape: model_config.TransformerConfig, caches: Path = _CACHES
-) -> libra_config.RunConfig:
+    config: config_lib.RunConfig, shape: model_config.TransformerConfig, caches: Path = _CACHES
+) -> config_lib.RunConfig:
     """Returns the config with the number of rows in place of 0. All workers of a run must get the same number.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import wiring
 from libra_jax.chat import tokenizers
@@ -31,7 +31,7 @@ PROMPT_SHOWN = 2_000
 """Characters of the first prompt that are shown; the middle of a longer one is left out."""
 
 
-def settings(config: libra_config.RunConfig) -> str:
+def settings(config: config_lib.RunConfig) -> str:
     """Returns the settings of a config that differ from their defaults, as flags, with secrets blacked out."""
     changed = listing.changed(type(config), escapes.redacted_settings(listing.values_of(config)))
     lines = [f"settings    {len(changed)} differ from their default; --config_help lists all"]
@@ -39,7 +39,7 @@ def settings(config: libra_config.RunConfig) -> str:
 
 
 def describe(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     notes: Sequence[str] = (),
     reward_results: Sequence[trial.Scored] = (),
     posed: rehearsal.Posed | None = None,
@@ -104,7 +104,7 @@ def describe(
     return "\n".join(lines)
 
 
-def _flow(config: libra_config.RunConfig) -> str:
+def _flow(config: config_lib.RunConfig) -> str:
     """Describes how groups and steps flow, where that differs from whole batches of the groups needed."""
     text, spare = "", config.coordinator.spare_groups
     if spare:
@@ -117,7 +117,7 @@ def _flow(config: libra_config.RunConfig) -> str:
     return text
 
 
-def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> str:
+def _policy(config: config_lib.RunConfig, shape: model_config.TransformerConfig | None) -> str:
     """Describes architecture and size; without the model's directory, also their source."""
     if shape is None:
         return (
@@ -135,7 +135,7 @@ def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfi
     return f"{text} (no model at {config.model.path}: this is model.preset={config.model.preset})"
 
 
-def _learning(config: libra_config.RunConfig) -> list[str]:
+def _learning(config: config_lib.RunConfig) -> list[str]:
     """Describes the objective, the reference policy and the optimizer."""
     algorithm, optimizer = config.algorithm, config.optimizer
     bounds = f"[{1 - algorithm.clip_low:g}, {1 + algorithm.clip_high:g}]"
@@ -166,7 +166,7 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     ]
 
 
-def _hosts(config: libra_config.RunConfig) -> list[str]:
+def _hosts(config: config_lib.RunConfig) -> list[str]:
     """Lists the processes of each host if the run is laid out over several hosts."""
     layout = hosts.layout(config)
     if layout is None:
@@ -179,7 +179,7 @@ def _hosts(config: libra_config.RunConfig) -> list[str]:
     return lines
 
 
-def _elastic(config: libra_config.RunConfig) -> list[str]:
+def _elastic(config: config_lib.RunConfig) -> list[str]:
     """Lists the workers that may switch sides or change size during the run."""
     elastic, lines = config.elastic, []
     if elastic.hybrid:
@@ -199,7 +199,7 @@ def _ordinals(devices: tuple[int, ...]) -> str:
     return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
 
 
-def _tasks(config: libra_config.RunConfig) -> list[str]:
+def _tasks(config: config_lib.RunConfig) -> list[str]:
     """Describes the source of the tasks, their number, the first task, and columns of the file that nothing reads."""
     task = config.task
     try:
@@ -221,7 +221,7 @@ def _tasks(config: libra_config.RunConfig) -> list[str]:
     return lines
 
 
-def _prompt(config: libra_config.RunConfig, posed: rehearsal.Posed) -> list[str]:
+def _prompt(config: config_lib.RunConfig, posed: rehearsal.Posed) -> list[str]:
     """Describes the tools, and shows the first prompt as the tokenizer writes it."""
     where = "in the system message" if config.tools.describe else "not described: config.tools.describe is off"
     tools = f"{', '.join(posed.tools)} ({config.tools.format} calls; {where})" if posed.tools else "none of tools.use"
@@ -258,7 +258,7 @@ EXAMPLE = "for the first task with its own answer"
 """What the reward functions are tried on, in a sentence."""
 
 
-def example(config: libra_config.RunConfig) -> trial.Example | None:
+def example(config: config_lib.RunConfig) -> trial.Example | None:
     """Returns a rollout that answers the first task as the task's `answer` says; None if the tasks are not here."""
     try:
         task = factories.task_source(config.task, config.seed).task(0)
@@ -280,7 +280,7 @@ def example(config: libra_config.RunConfig) -> trial.Example | None:
     return trial.Example(task, right, silent)
 
 
-def try_rewards(config: libra_config.RunConfig) -> None:
+def try_rewards(config: config_lib.RunConfig) -> None:
     """Makes the reward functions and has the user's own ones score `example`, in a child process.
 
     Prints a warning for each function that pays for an empty output.
@@ -309,7 +309,7 @@ def unearned(reward_results: Sequence[trial.Scored]) -> list[str]:
     ]
 
 
-def failures(config: libra_config.RunConfig, reward_results: Sequence[trial.Scored]) -> tuple[list[str], list[str]]:
+def failures(config: config_lib.RunConfig, reward_results: Sequence[trial.Scored]) -> tuple[list[str], list[str]]:
     """Returns sentences for the reward functions that a run would fail with, and for those that it might fail with."""
     surely, perhaps = [], []
     for one in reward_results:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import api, objects, workdirs
 from libra_jax.coordinator import checkpoint_store, evaluation, scores
@@ -113,7 +113,7 @@ class Evaluated:
     metrics: dict[str, float]
 
 
-def evaluate(request: EvaluationRequest, explicit_config: libra_config.RunConfig | None) -> Evaluated:
+def evaluate(request: EvaluationRequest, explicit_config: config_lib.RunConfig | None) -> Evaluated:
     """Rolls out all attempts with the config's own environments and engines, and estimates.
 
     Args:
@@ -131,7 +131,7 @@ def evaluate(request: EvaluationRequest, explicit_config: libra_config.RunConfig
 
 def estimated(
     tasks: Sequence[scores.TaskScores],
-    settings: libra_config.EvaluationConfig,
+    settings: config_lib.EvaluationConfig,
     k: Sequence[int],
     source: str,
     metrics: dict[str, float],
@@ -175,8 +175,8 @@ def interval(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def chosen(
-    request: EvaluationRequest, explicit_config: libra_config.RunConfig | None
-) -> tuple[libra_config.RunConfig, checkpoint_store.Stored | None, str]:
+    request: EvaluationRequest, explicit_config: config_lib.RunConfig | None
+) -> tuple[config_lib.RunConfig, checkpoint_store.Stored | None, str]:
     """Returns config, checkpoint (None: the config's model) and title."""
 
     def need(right: bool, problem: str) -> None:
@@ -218,11 +218,11 @@ def chosen(
         )
     print(f"note: {request.workdir} has no checkpoint, so its export {export} is evaluated.", file=sys.stderr)
     # An export of a run with an adapter holds the merged weights.
-    merged = dataclasses.replace(config.model, path=str(export), lora=libra_config.LoraConfig())
+    merged = dataclasses.replace(config.model, path=str(export), lora=config_lib.LoraConfig())
     return dataclasses.replace(config, model=merged), None, f"{config.name}, exported model"
 
 
-def read_config(workdir: Path) -> libra_config.RunConfig:
+def read_config(workdir: Path) -> config_lib.RunConfig:
     """Reads the config that a run was begun with.
 
     Raises:
@@ -232,7 +232,7 @@ def read_config(workdir: Path) -> libra_config.RunConfig:
     try:
         values = checksums.read_object(path)
         # A run of an earlier version may use names that have changed since.
-        return libra_config.parse(libra_config.RunConfig, libra_config.renamed(values))
+        return config_lib.parse(config_lib.RunConfig, config_lib.renamed(values))
     except OSError as error:
         raise protocols.DataError(
             f"--workdir={workdir}: holds no {CONFIG_FILE} ({error.strerror or error}); give the folder of a run"
@@ -241,7 +241,7 @@ def read_config(workdir: Path) -> libra_config.RunConfig:
         raise protocols.DataError(f"--workdir={workdir}: {path} is no config of this version ({error})") from error
 
 
-def _with_flags(config: libra_config.RunConfig, request: EvaluationRequest) -> libra_config.RunConfig:
+def _with_flags(config: config_lib.RunConfig, request: EvaluationRequest) -> config_lib.RunConfig:
     """Returns the config with the flags' settings of the evaluation; an error names the flag."""
     flags = {
         name: value
@@ -273,7 +273,7 @@ def _checked_k(request: EvaluationRequest, attempts: int) -> tuple[int, ...]:
     return k
 
 
-def located(config: libra_config.RunConfig, request: EvaluationRequest) -> libra_config.RunConfig:
+def located(config: config_lib.RunConfig, request: EvaluationRequest) -> config_lib.RunConfig:
     """Returns the config with the path of --tasks, and with local paths in place of Hugging Face ids."""
     if request.tasks is not None:
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, path=request.tasks))
@@ -292,7 +292,7 @@ def located(config: libra_config.RunConfig, request: EvaluationRequest) -> libra
 # Tasks ----------------------------------------------------------------------------------------------------------------
 
 
-def _with_tasks(config: libra_config.RunConfig, request: EvaluationRequest) -> libra_config.RunConfig:
+def _with_tasks(config: config_lib.RunConfig, request: EvaluationRequest) -> config_lib.RunConfig:
     """Returns the config with a source of the tasks to evaluate, each of them once.
 
     An interval over tasks would be too narrow if a source that begins again past its end gave some tasks twice.
@@ -309,7 +309,7 @@ def _with_tasks(config: libra_config.RunConfig, request: EvaluationRequest) -> l
     )
 
 
-def _held_out(config: libra_config.RunConfig, request: EvaluationRequest) -> list[protocols.Task]:
+def _held_out(config: config_lib.RunConfig, request: EvaluationRequest) -> list[protocols.Task]:
     """Returns the first held-out tasks of the config's source."""
     source = factories.task_source(config.task, config.seed)
     try:
@@ -322,7 +322,7 @@ def _held_out(config: libra_config.RunConfig, request: EvaluationRequest) -> lis
         ) from error
 
 
-def _tasks_of_file(config: libra_config.RunConfig, request: EvaluationRequest) -> list[protocols.Task]:
+def _tasks_of_file(config: config_lib.RunConfig, request: EvaluationRequest) -> list[protocols.Task]:
     """Returns the tasks of --tasks, read by the config's own source: all of them, unless the source holds some out."""
     try:
         try:  # nothing is trained, so nothing has to be held out

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.models import feasibility
@@ -68,11 +68,11 @@ class Setting:
       flags: the flags of a command line that change it.
     """
 
-    config: libra_config.RunConfig
+    config: config_lib.RunConfig
     flags: str
 
 
-def candidates(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> Iterator[Setting]:
+def candidates(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> Iterator[Setting]:
     """Yields changed configurations that the model can be divided by, the gentlest change first."""
     flag_sets, before = set(), config.trainer
     before = dataclasses.replace(before, rows_per_micro_batch=before.micro_batch_rows)
@@ -104,11 +104,11 @@ def candidates(config: libra_config.RunConfig, shape: model_config.TransformerCo
 
 
 def search(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     shape: model_config.TransformerConfig,
     measured: float,
     room: float,
-    measure: Callable[[libra_config.RunConfig], float],
+    measure: Callable[[config_lib.RunConfig], float],
     tell: Callable[[Setting, float], None] = lambda _setting, _needed: None,
 ) -> list[tuple[Setting, float]]:
     """Returns settings that fit, with their bytes on a device.

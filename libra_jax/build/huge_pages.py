@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 VARIABLE = "GLIBC_TUNABLES"
 
@@ -21,7 +21,7 @@ _TUNABLE = "glibc.malloc.hugetlb"
 _KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def environment(trainer: libra_config.TrainerConfig) -> dict[str, str]:
+def environment(trainer: config_lib.TrainerConfig) -> dict[str, str]:
     """Returns the variable of the trainer's process. Empty if the trainer uses no CPU or `trainer.huge_pages` is off.
 
     A value that the user set for the tunable stays. Other tunables of the user stay beside ours.
@@ -32,7 +32,7 @@ def environment(trainer: libra_config.TrainerConfig) -> dict[str, str]:
     return {VARIABLE: ":".join(filter(None, (tunables, f"{_TUNABLE}=1")))}
 
 
-def restart(config: libra_config.RunConfig, kernel: Path = _KERNEL) -> None:
+def restart(config: config_lib.RunConfig, kernel: Path = _KERNEL) -> None:
     """Starts this command again with the variable, if the trainer will run in this process and the kernel allows it.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.build import chat_formats
 from libra_jax.cluster import inprocess
 from libra_jax.harness.gateway import fronts
@@ -27,7 +27,7 @@ def create(config: Mapping[str, Any], workdir: str) -> loop_worker.Worker:
     Raises:
       ConfigError: a field has an unusable value.
     """
-    parsed = libra_config.parse(libra_config.RunConfig, config)
+    parsed = config_lib.parse(config_lib.RunConfig, config)
     # Reward functions and the gateway live in this process, beside the rollouts that ask for them.
     cluster = inprocess.InProcessCluster(shutdown_seconds=parsed.deadlines.shutdown)
     head = parsed.cluster.address

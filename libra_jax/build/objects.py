@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.environments import datasets
 from libra_jax.rewards import scoring
@@ -34,13 +34,13 @@ def need(config: object, kind: type, name: str) -> None:
 
 
 def with_objects(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     environment: MakeEnvironment | None = None,
     reward: RewardFunction | None = None,
     tasks: Tasks | None = None,
     *,
     holdout: float = 0.05,
-) -> libra_config.RunConfig:
+) -> config_lib.RunConfig:
     """Returns a checked, frozen copy of the config, with names in place of the given objects.
 
     Args:
@@ -55,20 +55,20 @@ def with_objects(
         effect, or the run's workers are in other processes, which cannot see the caller's objects.
       DataError: the tasks are empty or malformed.
     """
-    need(config, libra_config.RunConfig, "libra_jax.config.RunConfig")
-    libra_config.check(
+    need(config, config_lib.RunConfig, "libra_jax.config.RunConfig")
+    config_lib.check(
         reward is None or config.reward.environment_weight in (0.0, 1.0),
         "reward.environment_weight",
         f"{config.reward.environment_weight:g} has no effect beside the argument reward, which scores in place of the "
         "environment; leave it out, and add transcript.environment_reward in the function",
     )
-    values = libra_config.to_dict(config)
+    values = config_lib.to_dict(config)
     task = values["task"]
     if tasks is not None:
         task["source"], task["path"] = _source(tasks, values["seed"], holdout), ""
         if isinstance(tasks, Sequence) and holdout == 1:
             values["evaluation"]["tasks"] = len(tasks)
-        if environment is None and task["environment"] == libra_config.TaskConfig().environment:
+        if environment is None and task["environment"] == config_lib.TaskConfig().environment:
             task["environment"] = QUESTIONS
     if environment is not None:
         task["environment"] = resolving.give(environment, "task.environment")
@@ -77,11 +77,11 @@ def with_objects(
         function = {"factory": resolving.ITSELF, "arguments": named}
         values["reward"]["functions"] = {**values["reward"]["functions"], "reward": function}
         values["reward"]["environment_weight"] = 0.0
-    result = libra_config.parse(type(config), values)
+    result = config_lib.parse(type(config), values)
     alone = [name for name in (task["source"], task["environment"]) if name.startswith(f"{resolving.GIVEN}:")]
     if reward is not None and named["name"].startswith(f"{resolving.GIVEN}:"):
         alone.append(named["name"])
-    libra_config.check(
+    config_lib.check(
         not alone or result.cluster.backend == "inprocess",
         "cluster.backend",
         f"{result.cluster.backend} runs workers in other processes, which cannot see "
@@ -107,7 +107,7 @@ def _source(tasks: Tasks, seed: int, holdout: float) -> str:
     """Registers the tasks and returns the name of their factory."""
     if not isinstance(tasks, Sequence):
         source = tasks
-        libra_config.check(
+        config_lib.check(
             callable(getattr(source, "task", None)), "task.source", f"{source!r:.80} has no method task(index)"
         )
         kind = f"{type(source).__module__}.{type(source).__qualname__}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import checkpoints, fencing, stopping
 from libra_jax.telemetry import endpoint, files, status
@@ -64,7 +64,7 @@ def end_process() -> NoReturn:
 
 @contextlib.contextmanager
 def observed(
-    config: libra_config.RunConfig, workdir: Path, fencing_token: fencing.Token | None
+    config: config_lib.RunConfig, workdir: Path, fencing_token: fencing.Token | None
 ) -> Iterator[status.RunStatus]:
     """Writes `status.json` while the block runs and serves the health page. Yields the state that both show.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import wiring
 from libra_jax.models import config as model_config
@@ -155,7 +155,7 @@ class Work:
     cut: float = 0.0
 
     @classmethod
-    def of(cls, run: libra_config.RunConfig, source: str, rollouts: Sequence[scripts.Script]) -> Work:
+    def of(cls, run: config_lib.RunConfig, source: str, rollouts: Sequence[scripts.Script]) -> Work:
         """Returns the work of a run's step, from a sample of its rollouts, which end where their context is full."""
         count, longest = run.coordinator.groups_per_step * run.coordinator.group_size, run.rollout.max_context
         fitting = [scripts.cut(script, longest) for script in rollouts]
@@ -206,7 +206,7 @@ class Case:
       length_flags: names of the flags that set the lengths.
     """
 
-    run: libra_config.RunConfig
+    run: config_lib.RunConfig
     name: str
     model: costs.CostModel
     slots: tuple[int, ...]
@@ -325,7 +325,7 @@ def case(values: Mapping[str, Any], request: PlanRequest) -> Case:
         for flag, field in named.items():
             sentence = re.sub(rf"^config\.{re.escape(field)}: ", f"--{flag}: ", sentence)
         raise protocols.ConfigError(sentence) from error
-    libra_config.check(
+    config_lib.check(
         not result.run.rollout.accelerators,
         "rollout.accelerators",
         "this plan is for one kind of accelerator; assign several with --inventory, or leave it empty",
@@ -353,7 +353,7 @@ def _of_simulation(values: Mapping[str, Any], request: PlanRequest) -> Case:
     if request.length_flags and "rollout.max_context" in overrides and "rollout.max_tokens" not in overrides:
         # The file's limit of an output is for the file's own context.
         rollout["max_tokens"] = min(rollout["max_tokens"], max(1, rollout["max_context"] - 1))
-    run = libra_config.parse(
+    run = config_lib.parse(
         settings.SimulatedRun,
         {
             **values,
@@ -388,8 +388,8 @@ def _of_run(values: Mapping[str, Any], request: PlanRequest) -> Case:
         named["model"] = {**values["model"], "preset": request.model, "path": ""}
     if request.hardware is not None:
         named["planner"] = {**values["planner"], "hardware": request.hardware}
-    run = libra_config.parse(libra_config.RunConfig, {**values, **named})
-    path, chosen = run.model.path, run.model.preset != libra_config.ModelConfig().preset
+    run = config_lib.parse(config_lib.RunConfig, {**values, **named})
+    path, chosen = run.model.path, run.model.preset != config_lib.ModelConfig().preset
     # A config may name a preset of its model's shape, for machines without the model.
     if path and chosen and not Path(path).exists() and request.overrides & OF_MODEL != {"model.path"}:
         run, path = dataclasses.replace(run, model=dataclasses.replace(run.model, path="")), ""
@@ -429,7 +429,7 @@ def _of_run(values: Mapping[str, Any], request: PlanRequest) -> Case:
             "--trace: the config of a real run has no workload to take lengths from; give a trace, such as the "
             "trace.jsonl of a run's folder, or --workload, or --generated_tokens=mean,P90"
         )
-    libra_config.check(
+    config_lib.check(
         run.planner.hardware != hardware.THIS_MACHINE or run.trainer.platform not in ("cuda", "tpu"),
         "planner.hardware",
         f"{run.planner.hardware!r} is not what trainer.platform={run.trainer.platform} runs on; name the accelerator, "

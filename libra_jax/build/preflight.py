@@ -10,7 +10,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import chat_formats, wiring
 from libra_jax.chat import tokenizers
@@ -37,7 +37,7 @@ CPU_EXPERT_COLUMNS = 32
 """vLLM 0.32 pads other widths of experts on CPU, and cannot load into padded ones (CPUUnquantizedExperts)."""
 
 
-def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
+def validate(config: config_lib.RunConfig, *, need_weights: bool) -> None:
     """Checks everything that can be checked before any worker starts.
 
     Without `need_weights`, checks that depend on a model's shape are skipped if the shape is not known here.
@@ -54,8 +54,8 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     shape = wiring.policy_shape(config, need_weights=True) if need_weights else wiring.known_shape(config)
     logprob_contract.check(config.rollout, config.algorithm)
     if config.cluster.backend == "inprocess":  # with other backends, the cores are another host's
-        libra_config.check_cores(config.trainer.cores, "trainer.cores")
-        libra_config.check_cores(config.rollout.cores, "rollout.cores")
+        config_lib.check_cores(config.trainer.cores, "trainer.cores")
+        config_lib.check_cores(config.rollout.cores, "rollout.cores")
     if shape is not None:
         _check_shape(config, shape)
     _check_placement(config, here=need_weights)
@@ -100,7 +100,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
 
 
 def _check_tokenizer(
-    config: libra_config.RunConfig, tools: toolkit.Toolkit, shape: model_config.TransformerConfig | None
+    config: config_lib.RunConfig, tools: toolkit.Toolkit, shape: model_config.TransformerConfig | None
 ) -> None:
     """Checks the chat template, the vocabulary and the parsers of the policy's tokenizer."""
     tokenizer = chat_formats.policy_tokenizer(config, tools)
@@ -113,7 +113,7 @@ def _check_tokenizer(
         chat_formats.make(tokenizer, config.gateway)  # its parsers are vLLM's to name
 
 
-def warn(config: libra_config.RunConfig) -> None:
+def warn(config: config_lib.RunConfig) -> None:
     """Prints a line on stderr for each warning from `advice`.
 
     Raises:
@@ -127,7 +127,7 @@ def warn(config: libra_config.RunConfig) -> None:
     cores = len(os.sched_getaffinity(0)) if alone else 0
     sentences = advice.advice(config, parameters=parameters, accelerated=accelerated, cores=cores)
     model = config.model
-    if shape is not None and Path(model.path or "-").is_dir() and model.preset != libra_config.ModelConfig().preset:
+    if shape is not None and Path(model.path or "-").is_dir() and model.preset != config_lib.ModelConfig().preset:
         preset = model_config.parameter_count(model_config.load_preset(model.preset))
         # A preset of the same shape serves dry runs elsewhere. Variants of a model may differ in their longest context.
         if parameters != preset:
@@ -139,7 +139,7 @@ def warn(config: libra_config.RunConfig) -> None:
         print(f"warning: {sentence}.", file=sys.stderr)
 
 
-def _forks(config: libra_config.RunConfig) -> list[str]:
+def _forks(config: config_lib.RunConfig) -> list[str]:
     """Warns of settings that end a run if an agent's rollout has several segments, or too many tokens for any row.
 
     A harness may fork its dialogue at any request. Whether its agent does so, no check before the run can know.
@@ -160,7 +160,7 @@ def _forks(config: libra_config.RunConfig) -> list[str]:
     return []
 
 
-def _check_shape(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
+def _check_shape(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> None:
     """Checks the model's shape against the mesh, the engines' degrees, vLLM, attention kernels and lengths."""
     trainer = config.trainer
     mesh = {"fsdp": trainer.fsdp, "tensor": trainer.tensor, "context": trainer.context}
@@ -212,7 +212,7 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
         )
 
 
-def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset()) -> list[str]:
+def missing(config: config_lib.RunConfig, later: frozenset[str] = frozenset()) -> list[str]:
     """Lists what a run of this config lacks on this machine, one sentence each: weights, an adapter to start from,
     tokenizer files, tasks, a teacher's key, files of tools.
 
@@ -254,7 +254,7 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
     return [*problems, *_missing_template(config, tools), *_missing_here(config), *tools.missing()]
 
 
-def _missing_template(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> list[str]:
+def _missing_template(config: config_lib.RunConfig, tools: toolkit.Toolkit) -> list[str]:
     """Says what is wrong with a tokenizer that is on this machine."""
     folder = Path(config.task.tokenizer or config.model.path)
     if config.task.tokenizer != "character" and not any(
@@ -268,7 +268,7 @@ def _missing_template(config: libra_config.RunConfig, tools: toolkit.Toolkit) ->
     return []
 
 
-def _missing_here(config: libra_config.RunConfig) -> list[str]:
+def _missing_here(config: config_lib.RunConfig) -> list[str]:
     """Says which GPUs, packages and keys a run would miss on this machine."""
     problems = []
     needed = placement.partition(config).total
@@ -287,7 +287,7 @@ def _missing_here(config: libra_config.RunConfig) -> list[str]:
     return problems
 
 
-def missing_disk(config: libra_config.RunConfig, workdir: Path) -> list[str]:
+def missing_disk(config: config_lib.RunConfig, workdir: Path) -> list[str]:
     """Says whether the disk of a workdir is too small for the run's checkpoints and its export."""
     shape = wiring.known_shape(config)
     if shape is None or not config.checkpoint.every:
@@ -307,7 +307,7 @@ def missing_disk(config: libra_config.RunConfig, workdir: Path) -> list[str]:
     ]
 
 
-def _missing_adapter(config: libra_config.RunConfig) -> list[str]:
+def _missing_adapter(config: config_lib.RunConfig) -> list[str]:
     """Says what keeps the run from starting with the adapter of `model.lora.path`. Empty if nothing does."""
     folder, shape = Path(config.model.lora.path), wiring.known_shape(config)
     if not folder.is_dir():
@@ -320,7 +320,7 @@ def _missing_adapter(config: libra_config.RunConfig) -> list[str]:
     return []
 
 
-def _check_functions(config: libra_config.RunConfig) -> None:
+def _check_functions(config: config_lib.RunConfig) -> None:
     """Checks the user's functions that the trainer calls, by their names and arguments alone."""
     algorithm, optimizer = config.algorithm, config.optimizer
     schedule = {"config": optimizer, "steps": 1, **optimizer.schedule_arguments}
@@ -346,7 +346,7 @@ def _check_functions(config: libra_config.RunConfig) -> None:
             resolving.check_arguments(resolving.resolve(name, field), name, arguments, of_arguments)
 
 
-def _check_placement(config: libra_config.RunConfig, *, here: bool) -> None:
+def _check_placement(config: config_lib.RunConfig, *, here: bool) -> None:
     """Refuses settings that several GPUs, several hosts, or a trainer of several processes cannot have.
 
     Args:
@@ -393,7 +393,7 @@ def _check_placement(config: libra_config.RunConfig, *, here: bool) -> None:
         )
 
 
-def _check_loop_workers(config: libra_config.RunConfig) -> None:
+def _check_loop_workers(config: config_lib.RunConfig) -> None:
     if not config.rollout.loop_workers:
         return
     if config.cluster.backend == "inprocess":
@@ -413,7 +413,7 @@ def _check_loop_workers(config: libra_config.RunConfig) -> None:
         )
 
 
-def _check_elastic(config: libra_config.RunConfig) -> None:
+def _check_elastic(config: config_lib.RunConfig) -> None:
     """Checks platform, backend and devices for resizes and hybrid workers (`RunConfig` checks the rest)."""
     trainer = config.trainer
     if config.elastic.resize and not config.planner.period:

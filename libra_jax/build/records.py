@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import evaluating
 from libra_jax.telemetry import metrics, samples
@@ -26,7 +26,7 @@ class Loaded:
     """
 
     workdir: Path
-    config: libra_config.RunConfig
+    config: config_lib.RunConfig
     metrics: pyarrow.Table
     samples: list[samples.Sample]
 

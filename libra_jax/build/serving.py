@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import api, evaluating
 from libra_jax.harness.gateway import server
@@ -16,7 +16,7 @@ from libra_jax.utils import resolving
 
 def serve(
     request: evaluating.EvaluationRequest,
-    explicit_config: libra_config.RunConfig | None,
+    explicit_config: config_lib.RunConfig | None,
     *,
     host: str | None,
     port: int | None,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import cpu_rows, wiring, worker_specs
 from libra_jax.chat import messages as message_forms
@@ -79,7 +79,7 @@ def chats(path: str, tokenizer: protocols.Tokenizer) -> list[protocols.Trajector
 
 
 def tune(
-    config: libra_config.RunConfig, request: TuningRequest, status: Callable[[str], None] = print
+    config: config_lib.RunConfig, request: TuningRequest, status: Callable[[str], None] = print
 ) -> list[Mapping[str, float]]:
     """Fine-tunes the config's model, writes it as a Hugging Face directory, and returns the metrics of each step.
 
@@ -122,8 +122,8 @@ def tune(
     config = dataclasses.replace(
         config,
         warm_start=dataclasses.replace(config.warm_start, steps=0),
-        algorithm=libra_config.AlgorithmConfig(),
-        critic=libra_config.CriticConfig(),
+        algorithm=config_lib.AlgorithmConfig(),
+        critic=config_lib.CriticConfig(),
     )
     config = cpu_rows.sized(config, wiring.policy_shape(config, need_weights=True))
     steps = max(1, round(request.epochs * len(trained) / request.batch_size))
@@ -134,7 +134,7 @@ def tune(
     from libra_jax.training import optimizer, trainer
 
     # No rollouts follow, and no objective but this one: the optimizer starts fresh, and stays.
-    actor = trainer.create(libra_config.to_dict(config), str(request.output))
+    actor = trainer.create(config_lib.to_dict(config), str(request.output))
     request.output.mkdir(parents=True, exist_ok=True)
     schedule = optimizer.schedule(config.optimizer, steps)
     records: list[Mapping[str, float]] = []

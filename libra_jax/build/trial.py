@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning.costs import costs
 from libra_jax.planning.forecast import confusion, forecast
@@ -77,7 +77,7 @@ class Subject:
       kv_cache: where contexts go that leave a cache (`simulation.kv_cache`).
     """
 
-    run: libra_config.RunConfig
+    run: config_lib.RunConfig
     model: costs.CostModel
     slots: Mapping[int, int]
     requests: int
@@ -85,18 +85,18 @@ class Subject:
     kv_cache: str = "recompute"
 
     @classmethod
-    def from_config(cls, run: libra_config.RunConfig, setting: forecast.Setting) -> Subject:
+    def from_config(cls, run: config_lib.RunConfig, setting: forecast.Setting) -> Subject:
         """Returns the subject of a run, without rollouts.
 
         Raises:
           ConfigError: the run has measured costs or a context axis, which no simulation has.
         """
-        libra_config.check(
+        config_lib.check(
             setting.profile is None,
             "planner.simulate_top",
             "simulations take the costs of the sheet, and this plan has those of planner.profile; set it to 0",
         )
-        libra_config.check(
+        config_lib.check(
             run.trainer.context == 1,
             "planner.simulate_top",
             f"simulations have no context axis, and trainer.context is {run.trainer.context}; set it to 0",
@@ -124,16 +124,16 @@ def step_seconds(subject: Subject, plan: protocols.Plan) -> float:
     window = base.coordinator.max_staleness + 1
     size = base.coordinator.group_size
     # What a plan does not read keeps its default: an agent, rewards and checkpoints are no part of the simulation.
-    run = libra_config.RunConfig(
+    run = config_lib.RunConfig(
         name=base.name,
         steps=window * (1 + WINDOWS) + base.coordinator.max_staleness,
         seed=base.seed,
-        algorithm=libra_config.AlgorithmConfig(objective=base.algorithm.objective),
-        coordinator=libra_config.CoordinatorConfig(
+        algorithm=config_lib.AlgorithmConfig(objective=base.algorithm.objective),
+        coordinator=config_lib.CoordinatorConfig(
             groups_per_step=max(1, subject.requests // size), group_size=size, max_staleness=window - 1
         ),
-        model=dataclasses.replace(base.model, path="", preset=libra_config.ModelConfig().preset),
-        rollout=libra_config.RolloutConfig(
+        model=dataclasses.replace(base.model, path="", preset=config_lib.ModelConfig().preset),
+        rollout=config_lib.RolloutConfig(
             tensor_parallel=degrees,
             max_context=base.rollout.max_context,
             max_tokens=base.rollout.max_tokens,
@@ -144,10 +144,10 @@ def step_seconds(subject: Subject, plan: protocols.Plan) -> float:
             base.scheduler, max_remaining_tokens=tuple(one.max_remaining_tokens for one in plan.rollout[:-1])
         ),
         trainer=dataclasses.replace(base.trainer, data=1, fsdp=1, tensor=1),
-        task=libra_config.TaskConfig(max_turns=10_000, tool_seconds=3_600.0),
-        deadlines=libra_config.DeadlineConfig(first_token=36_000.0, train_step=36_000.0),
-        checkpoint=libra_config.CheckpointConfig(every=0),
-        telemetry=libra_config.TelemetryConfig(console=False),
+        task=config_lib.TaskConfig(max_turns=10_000, tool_seconds=3_600.0),
+        deadlines=config_lib.DeadlineConfig(first_token=36_000.0, train_step=36_000.0),
+        checkpoint=config_lib.CheckpointConfig(every=0),
+        telemetry=config_lib.TelemetryConfig(console=False),
     )
     mesh = plan.data, plan.fsdp, plan.tensor
     simulation = world.SimulationConfig(

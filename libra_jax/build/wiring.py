@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import background_trials, chat_formats, cpu_rows, observing, trial, worker_specs
 from libra_jax.chat import tokenizers
@@ -41,7 +41,7 @@ from libra_jax.tools import toolkit
 from libra_jax.utils import checksums
 
 
-def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
+def policy_shape(config: config_lib.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
     """Returns the policy's shape with its adapter: from `model.path` if it is set and exists, else `model.preset`.
 
     Raises:
@@ -56,18 +56,18 @@ def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model
     return adapters.adapted(shape, config.model.lora)
 
 
-def known_shape(config: libra_config.RunConfig) -> model_config.TransformerConfig | None:
+def known_shape(config: config_lib.RunConfig) -> model_config.TransformerConfig | None:
     """Returns the policy's shape, or None if this machine cannot know it.
 
     If `model.path` does not exist here, the shape comes from `model.preset`, if the config chose a preset.
     """
     path, preset = config.model.path, config.model.preset
-    if path and not Path(path).exists() and preset == libra_config.ModelConfig().preset:
+    if path and not Path(path).exists() and preset == config_lib.ModelConfig().preset:
         return None
     return policy_shape(config, need_weights=False)
 
 
-def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
+def scheduler(config: config_lib.RunConfig) -> protocols.Scheduler:
     """Makes the run's scheduler, with the costs of its engines and the kinds of its layout.
 
     Where `rollout.accelerators` names unlike ones, `scheduler.costs` are those of the first; sheets give the others.
@@ -91,7 +91,7 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
     return run_scheduler
 
 
-def reach(config: libra_config.RunConfig) -> int:
+def reach(config: config_lib.RunConfig) -> int:
     """Returns the maximum number of devices of a mesh that the run's trainer can change to."""
     if config.cluster.backend == "ray" and config.trainer.platform == "cpu":
         # Virtual devices: another process has as many as its mesh needs, at most all that plans lay out.
@@ -99,9 +99,7 @@ def reach(config: libra_config.RunConfig) -> int:
     return config.trainer.devices + config.elastic.spare_devices
 
 
-def global_planner(
-    config: libra_config.RunConfig, shape: model_config.TransformerConfig
-) -> planner.GlobalPlanner | None:
+def global_planner(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> planner.GlobalPlanner | None:
     """Makes the run's planner, if `planner.period` requests one.
 
     The planner lays out the devices of the trainer and of instances that are not hybrid. Without `elastic.resize`, the
@@ -135,7 +133,7 @@ def global_planner(
 
 
 async def train(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     workdir: Path,
     tools: toolkit.Toolkit,
     demonstrator: protocols.Demonstrator | None = None,
@@ -187,7 +185,7 @@ class _Parts:
 
 
 def _parts(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     workdir: Path,
     tools: toolkit.Toolkit,
     demonstrator: protocols.Demonstrator | None,
@@ -218,7 +216,7 @@ def _parts(
 
 
 async def _train(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     workdir: Path,
     parts: _Parts,
     fencing_token: fencing.Token | None,
@@ -247,7 +245,7 @@ async def _train(
 
 @contextlib.asynccontextmanager
 async def _surroundings(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     workdir: Path,
     agent: rollouts.Agent,
     fencing_token: fencing.Token | None = None,
@@ -280,7 +278,7 @@ async def _surroundings(
     rewards = contextlib.AsyncExitStack()
     try:
         # Loop workers score the rollouts that they run.
-        reward_config = libra_config.RewardConfig() if config.rollout.loop_workers else config.reward
+        reward_config = config_lib.RewardConfig() if config.rollout.loop_workers else config.reward
         composed = composition.open_scorer(reward_config, actors, note=recorder.note, start_seconds=limits.reward_start)
         reward = await rewards.enter_async_context(composed)
         texts = samples.Samples(config.telemetry.samples, config.seed, agent.tokenizer)
@@ -301,7 +299,7 @@ async def _surroundings(
 
 
 async def evaluate(
-    config: libra_config.RunConfig, workdir: Path, tools: toolkit.Toolkit, checkpoint: str | None = None
+    config: config_lib.RunConfig, workdir: Path, tools: toolkit.Toolkit, checkpoint: str | None = None
 ) -> tuple[evaluation.Evaluation, protocols.Tokenizer]:
     """Evaluates a model on held-out tasks, on the running event loop. Returns the rollouts, and what decodes them.
 
@@ -318,7 +316,7 @@ async def evaluate(
 
 
 async def serve(
-    config: libra_config.RunConfig,
+    config: config_lib.RunConfig,
     workdir: Path,
     tools: toolkit.Toolkit,
     *,
@@ -351,7 +349,7 @@ GENERATION_FILES = ("generation_config.json",)
 """Stop tokens and sampling settings. Without them, other programs may generate past the end of a turn."""
 
 
-def add_files(config: libra_config.RunConfig, model: Path) -> None:
+def add_files(config: config_lib.RunConfig, model: Path) -> None:
     """Copies the tokenizer's files and the original model's generation config into the exported model.
 
     Raises:

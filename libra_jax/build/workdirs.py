@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import changes
 from libra_jax.coordinator import checkpoint_store, fencing
@@ -33,9 +33,9 @@ _held: dict[Path, list[int]] = {}
 """Open lock files of the workdirs that this process holds."""
 
 
-def default(config: libra_config.RunConfig) -> Path:
+def default(config: config_lib.RunConfig) -> Path:
     """Returns the workdir of a run that is given none."""
-    return Path(f"runs/{config.name}-{libra_config.digest(config)}")
+    return Path(f"runs/{config.name}-{config_lib.digest(config)}")
 
 
 def check_place(path: Path) -> None:
@@ -48,11 +48,11 @@ def check_place(path: Path) -> None:
 
 
 def open_workdir(
-    config: libra_config.RunConfig, workdir: str | None, *, take_over: bool = False, allow_changes: Sequence[str] = ()
+    config: config_lib.RunConfig, workdir: str | None, *, take_over: bool = False, allow_changes: Sequence[str] = ()
 ) -> Path:
     """Makes the workdir and writes `config.json`. Refuses a workdir of another config or of a living run.
 
-    Settings of `libra_config.MAY_CHANGE` may differ from one start to the next; steps must not fall below the steps
+    Settings of `config_lib.MAY_CHANGE` may differ from one start to the next; steps must not fall below the steps
     taken. Every change is printed and recorded in the workdir (`changes.record`).
 
     Args:
@@ -76,7 +76,7 @@ def open_workdir(
         ) from error
 
 
-def tell_other_runs(config: libra_config.RunConfig) -> None:
+def tell_other_runs(config: config_lib.RunConfig) -> None:
     """Prints the run of this name that could go on, if the config's own workdir would be new.
 
     The hash in the folder's name changes with most settings, so a changed command begins another run.
@@ -138,7 +138,7 @@ def newest(path: Path) -> checkpoint_store.Found:
 
 
 def foreseen(
-    config: libra_config.RunConfig, workdir: str | None, *, take_over: bool = False, allow_changes: Sequence[str] = ()
+    config: config_lib.RunConfig, workdir: str | None, *, take_over: bool = False, allow_changes: Sequence[str] = ()
 ) -> str:
     """Describes the workdir as a run with these arguments would find it. Writes nothing and keeps no lock.
 
@@ -188,9 +188,9 @@ def _check_allowed(path: Path, allow_changes: Sequence[str]) -> None:
         )
 
 
-def _resolved(config: libra_config.RunConfig) -> changes.Settings:
+def _resolved(config: config_lib.RunConfig) -> changes.Settings:
     """Returns the content of the config's `config.json`."""
-    resolved: changes.Settings = json.loads(json.dumps(escapes.redacted(libra_config.to_dict(config)), default=list))
+    resolved: changes.Settings = json.loads(json.dumps(escapes.redacted(config_lib.to_dict(config)), default=list))
     return resolved
 
 
@@ -220,7 +220,7 @@ def _compared(path: Path, resolved: changes.Settings, allow_changes: Sequence[st
     return _Stored(stored, differing, checkpoint)
 
 
-def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_changes: Sequence[str]) -> Path:
+def _open(path: Path, config: config_lib.RunConfig, take_over: bool, allow_changes: Sequence[str]) -> Path:
     existed, stored_file = path.exists(), path / "config.json"
     _check_allowed(path, allow_changes)
     if existed and not take_over:  # lock before reading; a refused config must leave no new folder behind
@@ -251,7 +251,7 @@ def _stored(file: Path) -> changes.Settings:
     try:
         stored = checksums.read_object(file)
         if {"task", "rollout"} <= stored.keys():  # a run's config, not a model's
-            stored = libra_config.renamed(stored)
+            stored = config_lib.renamed(stored)
             escapes.redacted(stored)  # the comparison does so: it raises here if the values are nested too deeply
             return stored
         problem = f"it holds {stored!r:.40}"

@@ -9,7 +9,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import huge_pages
 from libra_jax.cluster import hosts, placement
@@ -21,7 +21,7 @@ RELAY = "libra_jax.weights.relay:create"
 LOOP_WORKER = "libra_jax.build.loop_worker:create"
 
 
-def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0) -> protocols.ActorSpec:
+def trainer_spec(config: config_lib.RunConfig, workdir: Path, process: int = 0) -> protocols.ActorSpec:
     """Describes the trainer actor, or one of its processes, on the devices of `trainer.platform`.
 
     JAX trains on the first platform of JAX_PLATFORMS. Weights pass through its CPU backend on their way to the engines.
@@ -58,7 +58,7 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
     return protocols.ActorSpec(
         name="trainer",
         factory=TRAINER,
-        arguments={"config": libra_config.to_dict(config), "workdir": str(workdir.resolve()), "process": process},
+        arguments={"config": config_lib.to_dict(config), "workdir": str(workdir.resolve()), "process": process},
         gpus=len(devices) if platform == "cuda" else 0,
         environment=environment,
         devices=devices,
@@ -67,7 +67,7 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
 
 
 def trainer_processes(
-    config: libra_config.RunConfig, workdir: Path, sizes: protocols.MeshSizes | None = None
+    config: config_lib.RunConfig, workdir: Path, sizes: protocols.MeshSizes | None = None
 ) -> client.MakeProcess:
     """Returns the factory for the run's trainer processes, or for a trainer on another mesh that is to take over.
 
@@ -85,7 +85,7 @@ def trainer_processes(
     return make
 
 
-def training_side_specs(config: libra_config.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
+def training_side_specs(config: config_lib.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
     """Describes the training side of each hybrid worker, on devices that its instance has already leased."""
     count, trainer = config.elastic.hybrid, config.trainer
     if not count:
@@ -108,7 +108,7 @@ def training_side_specs(config: libra_config.RunConfig, workdir: Path) -> list[p
             allocator = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             environment = {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": visible, **allocator}
         arguments = {
-            "config": libra_config.to_dict(config),
+            "config": config_lib.to_dict(config),
             "workdir": str(workdir.resolve()),
             "name": placement.instance_name(number),
             "cores": config.elastic.cores[place : place + 1],
@@ -119,7 +119,7 @@ def training_side_specs(config: libra_config.RunConfig, workdir: Path) -> list[p
     return specs
 
 
-def relay_specs(config: libra_config.RunConfig) -> dict[int, protocols.ActorSpec]:
+def relay_specs(config: config_lib.RunConfig) -> dict[int, protocols.ActorSpec]:
     """Describes the weight relay of each host. No relays if all is on one host, or if weights go by NCCL.
 
     Relays reserve no CPU: they wait for the network, and run beside the workers that have reserved the host's CPUs.
@@ -142,14 +142,14 @@ def relay_specs(config: libra_config.RunConfig) -> dict[int, protocols.ActorSpec
     }
 
 
-def loop_worker_specs(config: libra_config.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
+def loop_worker_specs(config: config_lib.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
     """Describes the loop workers of `rollout.loop_workers`, spread over the hosts whose accelerators roll out.
 
     They reserve no CPU, like the relays: a host's CPUs are for its engines' processes, its tools and its agent loops.
     """
     layout = hosts.layout(config)
     places = [host.number for host in layout.of_role("rollout")] if layout is not None else [None]
-    arguments = {"config": libra_config.to_dict(config), "workdir": str(workdir.resolve())}
+    arguments = {"config": config_lib.to_dict(config), "workdir": str(workdir.resolve())}
     return [
         protocols.ActorSpec(f"loops-{number}", LOOP_WORKER, arguments, cpus=0.0, host=places[number % len(places)])
         for number in range(config.rollout.loop_workers)

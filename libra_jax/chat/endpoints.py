@@ -8,7 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -54,7 +55,7 @@ def create(
         ) from error
 
     def check(condition: bool, problem: str) -> None:
-        config.check(condition, field_name, f"{owner_prefix}{problem}")
+        config_lib.check(condition, field_name, f"{owner_prefix}{problem}")
 
     check(base_url.startswith(("http://", "https://")), "base_url must start with http:// or https://")
     check(0 < seconds < math.inf and retries >= 0, "seconds must be positive, and its retries not negative")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.chat import thoughts
 
 
@@ -341,5 +341,5 @@ def named(name: str) -> Format:
     Raises:
       ConfigError: The name is unknown.
     """
-    config.check_choice(name, tuple(FORMATS), "tools.format")
+    config_lib.check_choice(name, tuple(FORMATS), "tools.format")
     return FORMATS[name]()

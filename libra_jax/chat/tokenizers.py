@@ -13,7 +13,8 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import hugging_face
 from libra_jax.chat import messages as message_forms
 from libra_jax.utils import checksums
@@ -146,14 +147,14 @@ def load(
     return loaded
 
 
-def create(task: config.TaskConfig, model_path: str, *, incremental: bool = True) -> protocols.Tokenizer:
+def create(task: config_lib.TaskConfig, model_path: str, *, incremental: bool = True) -> protocols.Tokenizer:
     """Returns the tokenizer that `task.tokenizer` names: "character", a directory, or (if empty) the model's own.
 
     Raises ConfigError if the name is neither, and DataError as `load`. A `ChatFormat` needs no incremental template.
     """
     if task.tokenizer == "character":
         return CharacterTokenizer()
-    config.check(
+    config_lib.check(
         bool(task.tokenizer or model_path),
         "task.tokenizer",
         'is empty and so is model.path; use "character" or a Hugging Face directory',
@@ -161,7 +162,7 @@ def create(task: config.TaskConfig, model_path: str, *, incremental: bool = True
     if task.tokenizer and not pathlib.Path(task.tokenizer).is_dir():
         near = difflib.get_close_matches(task.tokenizer, ("character",), n=1)
         hint = "; did you mean 'character'?" if near else ""
-        config.check(False, "task.tokenizer", f'{task.tokenizer!r} is neither "character" nor a directory{hint}')
+        config_lib.check(False, "task.tokenizer", f'{task.tokenizer!r} is neither "character" nor a directory{hint}')
     parse = task.control_tokens == "parse"
     return load(task.tokenizer or model_path, incremental=incremental, model_path=model_path, parse_texts=parse)
 

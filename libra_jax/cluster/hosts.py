@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError, LibraError
 
 Role = Literal["training", "rollout"]
@@ -97,7 +97,7 @@ class Layout:
         return tuple((place.host, local) for place in places for local in place.devices)
 
 
-def layout(config: libra_config.RunConfig) -> Layout | None:
+def layout(config: config_lib.RunConfig) -> Layout | None:
     """Lays a run's workers out over hosts of `cluster.accelerators_per_host` each; None if the run has one host.
 
     A trainer process or an instance never spans hosts, so tensor-parallel groups never cross a link between hosts.
@@ -127,7 +127,7 @@ def layout(config: libra_config.RunConfig) -> Layout | None:
     return Layout(tuple(hosts), processes, instances)
 
 
-def _training(trainer: libra_config.TrainerConfig, per_host: int) -> tuple[Place, ...]:
+def _training(trainer: config_lib.TrainerConfig, per_host: int) -> tuple[Place, ...]:
     devices = trainer.devices // trainer.processes
     if devices > per_host:
         raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import granted, hosts
 from libra_jax.models import config as model_config
@@ -36,7 +36,7 @@ class Partition:
         return len(self.trainer) + sum(len(devices) for devices in self.instances)
 
 
-def partition(config: libra_config.RunConfig) -> Partition:
+def partition(config: config_lib.RunConfig) -> Partition:
     """Returns the devices of the trainer, which come first, and of the instances, in order."""
     edge = config.trainer.devices
     instances = []
@@ -46,7 +46,7 @@ def partition(config: libra_config.RunConfig) -> Partition:
     return Partition(tuple(range(config.trainer.devices)), tuple(instances))
 
 
-def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
+def place(config: config_lib.RunConfig, devices: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
     """Returns the host of a worker on these devices, and that host's numbers for them. None: the run has one host.
 
     Raises:
@@ -85,17 +85,17 @@ class Engines:
       workdir: folder of the run; each engine has a log file in it.
     """
 
-    def __init__(self, config: libra_config.RunConfig, shape: model_config.TransformerConfig, workdir: Path) -> None:
+    def __init__(self, config: config_lib.RunConfig, shape: model_config.TransformerConfig, workdir: Path) -> None:
         self._config = config
         self._model = model_config.to_hf(shape)
         self._workdir = workdir.resolve()
         lora = config.model.lora
         # With merged weights, an engine knows of no adapter.
-        self._lora = {"lora": libra_config.to_dict(lora)} if lora.rank and lora.sync == "adapter" else {}
+        self._lora = {"lora": config_lib.to_dict(lora)} if lora.rank and lora.sync == "adapter" else {}
         self._partition = partition(config)
         rollout = config.rollout
         self._layout = hosts.layout(config)
-        self._slots = libra_config.slots_by_degree(rollout.tensor_parallel, rollout.instance_slots)
+        self._slots = config_lib.slots_by_degree(rollout.tensor_parallel, rollout.instance_slots)
 
     def specs(self) -> list[protocols.ActorSpec]:
         """Returns one actor for each instance of the config, with its own slots and devices."""
@@ -128,7 +128,7 @@ class Engines:
         count = len(self._partition.instances)
         on_gpu = config.trainer.platform == "cuda"
         rollout = {
-            **libra_config.to_dict(config.rollout),
+            **config_lib.to_dict(config.rollout),
             "slots_by_instance": (),
             "slots": slots,
             "accelerators": (),

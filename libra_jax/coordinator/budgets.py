@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.utils import resolving
 
@@ -73,7 +73,7 @@ def knapsack(rates: Sequence[float], total: int, minimum: int, maximum: int) -> 
     return sizes
 
 
-def make(config: configuration.RunConfig) -> Budget:
+def make(config: config_lib.RunConfig) -> Budget:
     """Returns the run's budget, which divides groups_per_step x group_size rollouts among groups_per_step prompts.
 
     Raises:

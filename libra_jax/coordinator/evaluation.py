@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.coordinator import parts, public, reports, scores, stopping
@@ -33,8 +33,8 @@ class WarmStart:
       taken: number of steps taken, including steps that the target loss made unnecessary.
     """
 
-    def __init__(self, config: configuration.RunConfig, agent: rollouts.Agent) -> None:
-        configuration.check(
+    def __init__(self, config: config_lib.RunConfig, agent: rollouts.Agent) -> None:
+        config_lib.check(
             agent.demonstrator is not None or config.warm_start.steps == 0,
             "warm_start.steps",
             f"must be 0, because the environment {resolving.shown(config.task.environment)} offers no demonstrations",
@@ -132,7 +132,7 @@ def distinct(tasks: Sequence[protocols.Task], status: Callable[[str], None]) -> 
 
 
 async def evaluate(
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
     *,
     runner: rollouts.Runner,
     tasks: protocols.TaskSource,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.utils import resolving
 
@@ -18,7 +18,7 @@ ZERO_VARIANCE, FILTERED = "zero_variance", "filter"
 """Names under which groups are counted that the built-in filter, and a user's own, replaced."""
 
 
-def make(config: configuration.RunConfig) -> tuple[str, Filter]:
+def make(config: config_lib.RunConfig) -> tuple[str, Filter]:
     """Returns the name under which replaced groups are counted, and the run's filter.
 
     Raises:
@@ -46,7 +46,7 @@ def make(config: configuration.RunConfig) -> tuple[str, Filter]:
     return FILTERED, checked_filter
 
 
-def compared_reward(config: configuration.RunConfig, trajectory: protocols.Trajectory) -> float | None:
+def compared_reward(config: config_lib.RunConfig, trajectory: protocols.Trajectory) -> float | None:
     """Returns the reward by which a rollout counts as better or worse than others of its prompt.
 
     Reward functions shape the sum, and a brevity term alone makes nearly every sum differ. So this is the environment's
@@ -56,7 +56,7 @@ def compared_reward(config: configuration.RunConfig, trajectory: protocols.Traje
     return trajectory.reward if environment_reward is None else environment_reward
 
 
-def same_rewards(config: configuration.RunConfig, group: protocols.Group) -> str | None:
+def same_rewards(config: config_lib.RunConfig, group: protocols.Group) -> str | None:
     """Returns why all rollouts of a group whose rewards count have equal ones; None if rewards differ."""
     counted = [trajectory for trajectory in group.trajectories if not config.task.cuts(trajectory.finish)]
     rewards = [compared_reward(config, trajectory) for trajectory in counted]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 
 METRIC = "reward/overlong"
@@ -25,7 +25,7 @@ def penalty(tokens: int, limit: int, buffer: int) -> float:
     return min(1.0, max(0.0, (tokens - (limit - buffer)) / buffer))
 
 
-def shape(config: configuration.RunConfig, group: protocols.Group) -> None:
+def shape(config: config_lib.RunConfig, group: protocols.Group) -> None:
     """Takes the penalty off the reward of each rollout of a scored group, once. Leaves the environment's own reward."""
     algorithm = config.algorithm
     if not algorithm.overlong_buffer:

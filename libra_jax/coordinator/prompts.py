@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import TypedDict
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import budgets, success
 from libra_jax.utils import resolving
@@ -26,7 +26,7 @@ class PromptsState(TypedDict):
     explored: int
 
 
-def check(config: configuration.RunConfig, tasks: protocols.TaskSource) -> None:
+def check(config: config_lib.RunConfig, tasks: protocols.TaskSource) -> None:
     """Refuses settings that go by past rollouts of a prompt if the prompts of the source never come again, or too late.
 
     Raises:
@@ -70,7 +70,7 @@ class Prompts:
       ConfigError: the config names a budget that does not exist, or an order that the source cannot have.
     """
 
-    def __init__(self, config: configuration.RunConfig, tasks: protocols.TaskSource, rates: success.Rates) -> None:
+    def __init__(self, config: config_lib.RunConfig, tasks: protocols.TaskSource, rates: success.Rates) -> None:
         check(config, tasks)
         self._config = config
         self._tasks = tasks

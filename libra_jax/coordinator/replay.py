@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypedDict
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import records, success
 
@@ -57,7 +57,7 @@ class Replay:
     A stored rollout has the log-probabilities and versions that its own policies recorded.
     """
 
-    def __init__(self, config: configuration.RunConfig) -> None:
+    def __init__(self, config: config_lib.RunConfig) -> None:
         self._config = config
         self._used = config.algorithm.replay != "none"
         # By number of the group, and of the success in it.

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import routing
 
@@ -78,7 +78,7 @@ class StepReport:
     routing: routing.RoutingCounts = field(default_factory=routing.RoutingCounts)
     replaced: Mapping[str, int] = field(default_factory=dict)
     replaced_tokens: int = 0
-    task: configuration.TaskConfig = field(default_factory=configuration.TaskConfig)
+    task: config_lib.TaskConfig = field(default_factory=config_lib.TaskConfig)
     voids: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     replay: Mapping[str, float] = field(default_factory=dict)
@@ -292,7 +292,7 @@ class Watch:
       note: takes the note for the person watching.
     """
 
-    config: configuration.RunConfig
+    config: config_lib.RunConfig
     note: Callable[[str], None]
     _in_a_row: int = field(default=0, init=False)
     _told: str = field(default="", init=False)
@@ -337,7 +337,7 @@ class Watch:
                 "every rollout was cut off at a limit and masked (task.cut_off). Raise task.max_seconds or "
                 "rollout.max_context, or set task.cut_off=zero."
             )
-        if size == 1 and advantage in configuration.GROUP_ADVANTAGES:
+        if size == 1 and advantage in config_lib.GROUP_ADVANTAGES:
             return "group_size", (
                 f"coordinator.group_size is 1, so {advantage} compares a rollout with nobody. Raise it, or use "
                 "algorithm.advantage=reinforce_plus_plus."

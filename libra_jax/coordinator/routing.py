@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import levels
 
@@ -68,7 +68,7 @@ class Routing:
       config: the run's configuration (`scheduler.max_remaining_tokens`, `rollout.kinds`).
     """
 
-    def __init__(self, config: configuration.RunConfig) -> None:
+    def __init__(self, config: config_lib.RunConfig) -> None:
         # All kinds of the layout: if an instance is lost or late, the number of possible buckets stays the same.
         self._levels = levels.Levels(config.scheduler.max_remaining_tokens, config.rollout.kinds)
         self._kinds: dict[str, protocols.Kind] = {}

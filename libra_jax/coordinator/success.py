@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import filters
 
 
-def outcomes(config: configuration.RunConfig, group: protocols.Group) -> list[tuple[protocols.Trajectory, bool]]:
+def outcomes(config: config_lib.RunConfig, group: protocols.Group) -> list[tuple[protocols.Trajectory, bool]]:
     """Returns the scored rollouts of a group that count, each with True if it is a success.
 
     A rollout is a success if its reward, without the shaping of reward functions, reaches `algorithm.success_reward`.
@@ -43,7 +43,7 @@ class Rates:
     two numbers. There are at most as many as groups that finished, so nothing is ever dropped.
     """
 
-    def __init__(self, config: configuration.RunConfig) -> None:
+    def __init__(self, config: config_lib.RunConfig) -> None:
         self._config = config
         # A run that never looks at them keeps none, because a source without end would fill its checkpoints with them.
         self._used = config.uses_success

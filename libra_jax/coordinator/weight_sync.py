@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Coroutine, Sequence
 from typing import Any, Literal
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import instances
 from libra_jax.hybrid import training_sides
@@ -47,7 +47,7 @@ class WeightSync:
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        config: config_lib.RunConfig,
         *,
         trainer: protocols.WeightSource,
         engines: instances.Instances,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.protocols import RolloutEngine
 from libra_jax.utils import typed_clients
@@ -14,7 +14,7 @@ class EngineClient(typed_clients.ActorClient, protocols.EngineClient):
     """A rollout engine, for one life of its processes. See `typed_clients.ActorClient` for the arguments."""
 
     def __init__(
-        self, cluster: protocols.Cluster, spec: protocols.ActorSpec, limits: configuration.DeadlineConfig
+        self, cluster: protocols.Cluster, spec: protocols.ActorSpec, limits: config_lib.DeadlineConfig
     ) -> None:
         super().__init__(cluster, spec, limits, kind="engine")
 

@@ -221,7 +221,7 @@ def create(
     """Makes the double from the arguments of the real engine (`vllm_engine.create`), most of which it ignores.
 
     Args:
-      rollout: fields of `config.RolloutConfig`, of which slots, max_context and stream_interval have an effect.
+      rollout: fields of `config_lib.RolloutConfig`, of which slots, max_context and stream_interval have an effect.
       tensor_parallel: degree to report, without further effect.
       seed: unused, because instances differ in it and a rollout may move between them.
       script: `"module:function"` of a `Script`. Empty stands for `scramble`.

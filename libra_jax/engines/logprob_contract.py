@@ -10,13 +10,14 @@
 
 from __future__ import annotations
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 
 LOGPROBS_MODE = "processed_logprobs"
 """vLLM's name for log-probs after temperature scaling."""
 
 
-def check(rollout: config.RolloutConfig, algorithm: config.AlgorithmConfig) -> None:
+def check(rollout: config_lib.RolloutConfig, algorithm: config_lib.AlgorithmConfig) -> None:
     """Raises ConfigError if the sampling's log-probs cannot be compared with the trainer's.
 
     Every loss here is a function of the ratio of the current policy to the sampling (or proximal) policy. An importance

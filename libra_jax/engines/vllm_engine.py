@@ -29,7 +29,8 @@ from vllm.inputs import engine as engine_inputs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.engines import vllm_lora, vllm_requests, vllm_weights
 from libra_jax.planning.costs import hardware
 from libra_jax.utils import turns
@@ -55,13 +56,13 @@ def create(
     Args:
       name: name of the instance, for errors and the timeline.
       model_config: content of the model's Hugging Face config.json.
-      rollout: fields of `config.RolloutConfig`.
+      rollout: fields of `config_lib.RolloutConfig`.
       tensor_parallel: number of devices (on CPU: worker processes) that share the weights.
       seed: seed of the engine's sampler.
       cpu_cores: on CPU, vLLM's VLLM_CPU_OMP_THREADS_BIND, or "auto" (`vllm_launch.core_binding`).
       log_path: file for vLLM's log. If empty, the log is kept only until shutdown.
       hybrid: True if the engine will be put to sleep. It then uses memory that vLLM can free.
-      lora: fields of `config.LoraConfig`, if weight syncs bring an adapter for vLLM's LoRA runtime; else None.
+      lora: fields of `config_lib.LoraConfig`, if weight syncs bring an adapter for vLLM's LoRA runtime; else None.
       return_routing: return the experts of every token (`protocols.TokenDelta.routing`).
       accelerator: name of the accelerator to report, if instances have unlike ones (`rollout.accelerators`).
 
@@ -69,7 +70,7 @@ def create(
       ConfigError: a rollout field cannot be used; the device is another accelerator; or this machine lacks the cores,
         the CUDA device or the package that the settings need.
     """
-    settings = config.parse(config.RolloutConfig, rollout, "rollout.")
+    settings = config_lib.parse(config_lib.RolloutConfig, rollout, "rollout.")
     if settings.transport != "memfd" and not torch.cuda.is_available():
         raise protocols.ConfigError(
             f"config.rollout.transport: {settings.transport!r} needs CUDA, which torch does not find here; use 'memfd'"
@@ -85,7 +86,7 @@ def create(
                 "config.rollout.kv_transfer: the nixl package is not installed; install it with `pip install nixl`, "
                 "or use 'none', which prefills again"
             )
-    adapter = config.parse(config.LoraConfig, lora or {}, "model.lora.")
+    adapter = config_lib.parse(config_lib.LoraConfig, lora or {}, "model.lora.")
     launch = vllm_launch.Launch(
         name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid, adapter, return_routing
     )
@@ -113,7 +114,7 @@ class VllmEngine(protocols.RolloutEngine):
     def __init__(
         self,
         name: str,
-        rollout: config.RolloutConfig,
+        rollout: config_lib.RolloutConfig,
         tensor_parallel: int,
         launch: vllm_launch.Launch,
         update: vllm_weights.Checker,

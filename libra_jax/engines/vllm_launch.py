@@ -56,7 +56,8 @@ gc.freeze()
 if _collects:
     gc.enable()
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.engines import logprob_contract, vllm_lora, vllm_plugin
 from libra_jax.utils import scratch
 
@@ -106,7 +107,7 @@ def core_binding(cpu_cores: str, workers: int) -> str:
       workers: number of worker processes (the tensor-parallel degree).
     """
     if cpu_cores not in ("auto", "nobind"):
-        config.check_cores(tuple(int(core) for core in re.findall(r"\d+", cpu_cores)), "rollout.cores")
+        config_lib.check_cores(tuple(int(core) for core in re.findall(r"\d+", cpu_cores)), "rollout.cores")
     if cpu_cores != "auto":
         return cpu_cores
     if workers == 1:
@@ -135,17 +136,17 @@ class Launch:
         self,
         name: str,
         model_config: Mapping[str, Any],
-        rollout: config.RolloutConfig,
+        rollout: config_lib.RolloutConfig,
         tensor_parallel: int,
         seed: int,
         cpu_cores: str,
         log_path: str,
         hybrid: bool = False,
-        lora: config.LoraConfig | None = None,
+        lora: config_lib.LoraConfig | None = None,
         return_routing: bool = False,
     ) -> None:
         self.name = name
-        self._lora = lora or config.LoraConfig()
+        self._lora = lora or config_lib.LoraConfig()
         self.sleeps = hybrid and current_platform.is_sleep_mode_available()
         self._model_config = model_config
         self._rollout = rollout

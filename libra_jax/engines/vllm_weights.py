@@ -20,7 +20,8 @@ from vllm import platforms
 from vllm.distributed.weight_transfer import base, nccl_engine
 from vllm.model_executor.model_loader import reload
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.engines import vllm_lora
 from libra_jax.models import config as models_config
 from libra_jax.models.adapters import adapters
@@ -43,9 +44,9 @@ class Checker:
       frozen: digest of the frozen weights that the engine holds under the adapter (`WeightChunk.frozen`); else empty.
     """
 
-    def __init__(self, name: str, model_config: Mapping[str, Any], lora: config.LoraConfig | None = None) -> None:
+    def __init__(self, name: str, model_config: Mapping[str, Any], lora: config_lib.LoraConfig | None = None) -> None:
         shape = models_config.untied(models_config.from_hf(model_config))
-        shape = adapters.adapted(shape, lora or config.LoraConfig())
+        shape = adapters.adapted(shape, lora or config_lib.LoraConfig())
         self.vocab_size = shape.vocab_size
         self.scale = shape.adapter.scale if shape.adapter else None
         self._name = name

@@ -12,7 +12,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import messages
 from libra_jax.rewards import answers
 from libra_jax.rollouts import splits
@@ -146,19 +147,21 @@ def read(
     missing_answers: str = "refuse",
 ) -> list[tuple[int, dict[str, Any]]]:
     """Returns the numbers and payloads of a file's rows. The arguments and errors are those of `task_source`."""
-    config.check(
+    config_lib.check(
         bool(path), "task.path", "is empty: name a .jsonl, .parquet or .csv file of tasks, or a dataset's folder"
     )
-    config.check(0 <= holdout < 1, "task.arguments.holdout", f"must lie in [0, 1), not {holdout}")
-    config.check_choice(missing_answers, ("refuse", "skip"), "task.arguments.missing_answers")
+    config_lib.check(0 <= holdout < 1, "task.arguments.holdout", f"must lie in [0, 1), not {holdout}")
+    config_lib.check_choice(missing_answers, ("refuse", "skip"), "task.arguments.missing_answers")
     field = "task.arguments.columns"
-    config.check(not isinstance(columns, str), field, f"must be a list or a mapping, not {columns!r}")
+    config_lib.check(not isinstance(columns, str), field, f"must be a list or a mapping, not {columns!r}")
     column_names = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
     for name, column in column_names.items():
-        config.check(isinstance(column, str) and bool(column), field, f"{name!r} names no column, but {column!r}")
+        config_lib.check(isinstance(column, str) and bool(column), field, f"{name!r} names no column, but {column!r}")
     # The given columns come last, so that they may name those of prompt and answer, too.
     mapping = {"prompt": prompt_column, **({"answer": answer_column} if answer_column else {}), **column_names}
-    config.check(bool(mapping["prompt"]), "task.arguments.prompt_column", "is empty: name the column of the prompts")
+    config_lib.check(
+        bool(mapping["prompt"]), "task.arguments.prompt_column", "is empty: name the column of the prompts"
+    )
     answer = mapping.pop("answer", "")
     numbered_rows: list[tuple[int, dict[str, Any]]] = []
     missing: list[str] = []

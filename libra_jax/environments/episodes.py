@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import thoughts
 from libra_jax.rewards import answers
 from libra_jax.rollouts import splits
@@ -12,7 +13,7 @@ from libra_jax.rollouts import splits
 
 def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
     """Returns episodes by seed. A game may use the seed or ignore it."""
-    config.check(not path, "task.path", "episodes are drawn by seeds; no file is read")
+    config_lib.check(not path, "task.path", "episodes are drawn by seeds; no file is read")
 
     def make(split: str, seed: int, index: int) -> protocols.Task:
         number = splits.generator("episodes", seed, split, index).randrange(2**30)
@@ -29,8 +30,8 @@ def move(output: str, answer: str) -> str:
 
 def check_reward(reward: str, max_steps: int, field: str = "task.environment_arguments") -> None:
     """Raises ConfigError if the settings of a `Tally` are invalid."""
-    config.check_choice(reward, ("return", "last"), f"{field}.reward")
-    config.check(max_steps >= 0, f"{field}.max_steps", f"must be 0 (no limit) or more, not {max_steps}")
+    config_lib.check_choice(reward, ("return", "last"), f"{field}.reward")
+    config_lib.check(max_steps >= 0, f"{field}.max_steps", f"must be 0 (no limit) or more, not {max_steps}")
 
 
 @dataclass

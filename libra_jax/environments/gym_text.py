@@ -26,7 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import episodes, question
 from libra_jax.rollouts import splits
 from libra_jax.utils import call_deadlines, resolving
@@ -71,12 +72,12 @@ class Game:
         space = getattr(self._game, "action_space", None)
         # Spaces of choices may begin at another number than 0.
         choices, self._first = int(getattr(space, "n", 0)), int(getattr(space, "start", 0))
-        config.check(
+        config_lib.check(
             bool(choices) or space is None or type(space).__name__ == "Text",
             f"{_FIELD}.name",
             f"{settings.name} takes moves of {space}; only choices (Discrete) and texts (Text) can be written",
         )
-        config.check(
+        config_lib.check(
             len(settings.actions) in (0, choices),
             f"{_FIELD}.actions",
             f"has {len(settings.actions)} names, and {settings.name} has {choices} choices",
@@ -128,7 +129,7 @@ class Game:
             observation = resolving.resolve(self._settings.observe, f"{_FIELD}.observe")(observation)
         elif getattr(self._game, "render_mode", None) == "ansi":
             observation = self._game.render()
-        config.check(
+        config_lib.check(
             isinstance(observation, str),
             _FIELD,
             f"{self._settings.name} shows {type(observation).__name__}, which is no text; give it "
@@ -267,7 +268,7 @@ def environment(
         the episode. Set at most `task.max_turns`, because a rollout that runs out of turns has reward 0.
       system: System message. Empty means none.
     """
-    config.check_choice(answer, ("final", "whole"), f"{_FIELD}.answer")
+    config_lib.check_choice(answer, ("final", "whole"), f"{_FIELD}.answer")
     episodes.check_reward(reward, max_steps)
     settings = Settings(name, dict(arguments or {}), make, list(actions), answer, observe, reward, max_steps)
     return GymTextEnvironment(settings, system, _takes_choices(json.dumps(vars(settings))))

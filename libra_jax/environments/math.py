@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import thoughts
 from libra_jax.environments import dialogue, question, verifier
 from libra_jax.rewards import answers
@@ -131,9 +132,11 @@ def environment(
     verifier.check_installed()
     field = "task.environment_arguments"
     valid_processes = isinstance(processes, int) and not isinstance(processes, bool) and processes > 0
-    config.check(valid_processes, f"{field}.processes", f"must be a positive whole number, not {processes!r}")
+    config_lib.check(valid_processes, f"{field}.processes", f"must be a positive whole number, not {processes!r}")
     max_seconds = verifier.WALL_SECONDS / 2
     valid_seconds = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= max_seconds
-    config.check(valid_seconds, f"{field}.seconds", f"must lie above 0 and at most at {max_seconds:g}, not {seconds!r}")
+    config_lib.check(
+        valid_seconds, f"{field}.seconds", f"must lie above 0 and at most at {max_seconds:g}, not {seconds!r}"
+    )
     judge = _Judge(tools, system, processes, seconds)
     return dialogue.Dialogue(tools, judge.pose, judge.verdict, system=system, demonstrate=judge.demonstration)

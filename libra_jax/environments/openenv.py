@@ -27,7 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import episodes, question
 from libra_jax.utils import call_deadlines
 
@@ -199,7 +200,7 @@ class OpenEnvEnvironment:
         observation, field_name = data.get("observation"), self._settings.observe
         if field_name:
             fields = observation if isinstance(observation, Mapping) else {}
-            config.check(
+            config_lib.check(
                 field_name in fields,
                 f"{_FIELD}.observe",
                 f"the server's observations have no {field_name!r}; they have {', '.join(fields) or 'no fields'}",
@@ -252,12 +253,12 @@ def environment(
         ) from error
     parts = urllib.parse.urlsplit(url)
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
-    config.check(
+    config_lib.check(
         parts.scheme in schemes and bool(parts.netloc), f"{_FIELD}.url", f"{url!r} must be of the form http://HOST:PORT"
     )
-    config.check_choice(answer, ("final", "whole", "json"), f"{_FIELD}.answer")
+    config_lib.check_choice(answer, ("final", "whole", "json"), f"{_FIELD}.answer")
     episodes.check_reward(reward, max_steps)
-    config.check(sessions > 0, f"{_FIELD}.sessions", f"must be positive, not {sessions}")
+    config_lib.check(sessions > 0, f"{_FIELD}.sessions", f"must be positive, not {sessions}")
     address = f"{schemes[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
     settings = Settings(
         address, field, dict(constants or {}), answer, observe, reward, max_steps, sessions, dict(arguments or {})

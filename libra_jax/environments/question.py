@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import messages
 from libra_jax.rewards import answers
 from libra_jax.tools import arithmetic
@@ -52,7 +53,7 @@ class QuestionEnvironment:
     """
 
     def __init__(self, match: str = "exact", calculator: bool = False, system: str = "") -> None:
-        config.check_choice(match, ("exact", "numeric"), "task.environment_arguments.match")
+        config_lib.check_choice(match, ("exact", "numeric"), "task.environment_arguments.match")
         self._match = match
         self._calculator = calculator
         self._system = system or (CALCULATOR_HINT if calculator else "")

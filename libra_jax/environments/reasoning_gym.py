@@ -8,7 +8,8 @@ import json
 import warnings
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import dialogue
 from libra_jax.rewards import answers
 from libra_jax.rollouts import splits
@@ -61,7 +62,7 @@ def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any)
       **arguments: Settings of the task's own config, for example `max_terms=3`. Plain values only.
     """
     problem = "reasoning-gym reads no file; name a task as --config.task.arguments=\"{'name': 'chain_sum'}\""
-    config.check(not path, "task.path", problem)
+    config_lib.check(not path, "task.path", problem)
     # Sorted JSON: a key for the cache, and a plain value for the payload.
     key = json.dumps(arguments, sort_keys=True)
     # Makes the dataset once now, so that a bad name or argument fails before the run.

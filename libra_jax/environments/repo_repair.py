@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import datasets, dialogue
 from libra_jax.rewards.repair import calls, grading, snapshots
 from libra_jax.tools import toolbox, toolkit
@@ -65,12 +66,12 @@ class _Repair:
     def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the solved dialogue of a planted bug: viewing the file, changing it, and a final word."""
         fix = task.payload.get("fix", {})
-        config.check(
+        config_lib.check(
             bool(fix),
             "warm_start.steps",
             "must be 0: these tasks come without their fix, so there are no demonstrations",
         )
-        config.check(
+        config_lib.check(
             "edit" in self.tools.names and not self.tools.describe,
             "warm_start.steps",
             "demonstrations of repairs take the tool 'edit' in tools.use, and tools.describe=False",
@@ -109,17 +110,19 @@ def environment(
       most_mib: Largest size of a repository's files in MiB, before and after the rollout.
     """
     field = "task.environment_arguments"
-    config.check("{issue}" in prompt, f"{field}.prompt", "must hold {issue}, in whose place the issue is put")
+    config_lib.check("{issue}" in prompt, f"{field}.prompt", "must hold {issue}, in whose place the issue is put")
     good = 0 < test_seconds < math.inf
-    config.check(good, f"{field}.test_seconds", f"must be positive and finite, not {test_seconds}")
+    config_lib.check(good, f"{field}.test_seconds", f"must be positive and finite, not {test_seconds}")
     # 1.9 and not 2: `call_seconds` is 95% of task.tool_seconds (`config.environments.SHARE_OF_CALLS`).
-    config.check(
+    config_lib.check(
         test_seconds <= tools.call_seconds / 1.9,
         f"{field}.test_seconds",
         f"must be at most half of task.tool_seconds, not {test_seconds}; raise task.tool_seconds",
     )
-    config.check(most_mib > 0, f"{field}.most_mib", f"must be positive, not {most_mib}")
-    config.check(bool(tools.names), "tools.use", "names no tool, and without one no file can be changed: add 'edit'")
+    config_lib.check(most_mib > 0, f"{field}.most_mib", f"must be positive, not {most_mib}")
+    config_lib.check(
+        bool(tools.names), "tools.use", "names no tool, and without one no file can be changed: add 'edit'"
+    )
     most_bytes = most_mib * 2**20
     repair = _Repair(tools, prompt, most_bytes, grading.grader(tools, partial, test_seconds, most_bytes))
     return dialogue.Dialogue(

@@ -13,7 +13,8 @@ import re
 import string
 from collections.abc import Sequence
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import dialogue, question
 from libra_jax.rewards import answers
 from libra_jax.tools import toolbox, toolkit
@@ -59,7 +60,7 @@ def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> 
       match: Metric that is the reward: "em" or "f1". Both are reported as metrics.
       system: System message, put before the description of the tools. Empty means none.
     """
-    config.check_choice(match, ("em", "f1"), "task.environment_arguments.match")
+    config_lib.check_choice(match, ("em", "f1"), "task.environment_arguments.match")
 
     def score(task: protocols.Task, output: str, _: toolbox.Toolbox) -> dialogue.Verdict:
         metrics = scores(answers.final(output), answers.accepted(task.payload))
@@ -73,7 +74,7 @@ def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> 
                 "tasks that do, such as those of libra_jax.examples.acquaintances"
             )
         problem = "must be False for a warm start: demonstrations describe none"
-        config.check(not tools.describe, "tools.describe", problem)
+        config_lib.check(not tools.describe, "tools.describe", problem)
         return dialogue.solved(
             question.opening(task.payload["prompt"], system),
             [(tools.format.write(TOOL, {"query": query}), passage) for query, passage in lookups],

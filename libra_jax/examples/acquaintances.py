@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.rollouts import splits
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
@@ -59,7 +59,7 @@ def society(people: int = 2000, world: int = 0) -> tuple[Person, ...]:
       world: Number of the world. Different worlds have different people.
     """
     field = "task.arguments.people"
-    config.check(8 <= people <= MOST_PEOPLE, field, f"must lie in 8..{MOST_PEOPLE}, not {people}")
+    config_lib.check(8 <= people <= MOST_PEOPLE, field, f"must lie in 8..{MOST_PEOPLE}, not {people}")
     # Independent of the run's seed: the tasks and the corpus are made apart, and must show the same world.
     rng = splits.generator("acquaintances", "world", world)
     cities = people // PEOPLE_PER_CITY
@@ -138,11 +138,11 @@ def task_source(
     elsewhere = (
         "these questions are generated; for a file set task.source to libra_jax.environments.datasets:task_source"
     )
-    config.check(not path, "task.path", elsewhere)
+    config_lib.check(not path, "task.path", elsewhere)
     good = bool(searches) and set(searches) <= {1, 2}
-    config.check(good, "task.arguments.searches", f"must hold 1, 2 or both, not {list(searches)}")
+    config_lib.check(good, "task.arguments.searches", f"must hold 1, 2 or both, not {list(searches)}")
     good = bool(asked) and set(asked) <= set(_ASKED)
-    config.check(good, "task.arguments.asked", f"must hold City, Job or both, not {list(asked)}")
+    config_lib.check(good, "task.arguments.asked", f"must hold City, Job or both, not {list(asked)}")
     kinds = [(thing, steps) for thing in asked for steps in searches]
     everybody = society(people, world)
 

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import question
 from libra_jax.rewards import answers
 from libra_jax.rollouts import splits
@@ -88,19 +89,19 @@ def task_source(
       phase_tasks: Number of training tasks per phase.
     """
     source, field = "set task.source to libra_jax.environments.datasets:task_source", "task.arguments"
-    config.check(not path, "task.path", f"the calculator reads no file; {source}")
+    config_lib.check(not path, "task.path", f"the calculator reads no file; {source}")
     drift = [(str(level), int(preamble)) for level, preamble in phases]
     for name, named in (("levels", list(levels)), ("phases", [level for level, _ in drift] or list(levels))):
         good = bool(named) and set(named) <= set(_PATTERNS)
-        config.check(good, f"{field}.{name}", f"{named!r} must name some of {', '.join(_PATTERNS)}")
+        config_lib.check(good, f"{field}.{name}", f"{named!r} must name some of {', '.join(_PATTERNS)}")
     good = not drift or phase_tasks > 0
-    config.check(good, f"{field}.phase_tasks", f"{phase_tasks} must be positive where there are phases")
-    config.check(
+    config_lib.check(good, f"{field}.phase_tasks", f"{phase_tasks} must be positive where there are phases")
+    config_lib.check(
         16 <= max_characters <= 18,
         f"{field}.max_characters",
         f"{max_characters} must lie in 16..18, so that the solvable expressions fit and the overlong ones do not",
     )
-    config.check(period >= 0, f"{field}.period", f"{period} must be 0 (never) or more")
+    config_lib.check(period >= 0, f"{field}.period", f"{period} must be 0 (never) or more")
     patterns = [pattern for level in levels for pattern in _PATTERNS[level]]
 
     def make(split: str, seed: int, index: int) -> protocols.Task:

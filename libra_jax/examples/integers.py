@@ -15,7 +15,7 @@ import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.rollouts import splits
 
 TOOL = "python"
@@ -83,12 +83,14 @@ def task_source(path: str = "", seed: int = 0, steps: Sequence[int] = (1, 2), wi
       steps: Numbers of operations per problem, taken in turn. Each is 1 to 4.
       width: Number of characters to which prompts are padded. 0 suits pretrained models.
     """
-    config.check(
+    config_lib.check(
         not path,
         "task.path",
         "is for files, and these problems are generated; libra_jax.environments.datasets:task_source reads one",
     )
     good = bool(steps) and all(isinstance(count, int) and 1 <= count <= 4 for count in steps)
-    config.check(good, "task.arguments.steps", f"{steps!r} must hold whole numbers from 1 to 4")
-    config.check(isinstance(width, int) and width >= 0, "task.arguments.width", f"must not be negative, not {width!r}")
+    config_lib.check(good, "task.arguments.steps", f"{steps!r} must hold whole numbers from 1 to 4")
+    config_lib.check(
+        isinstance(width, int) and width >= 0, "task.arguments.width", f"must not be negative, not {width!r}"
+    )
     return splits.generated("integers", seed, lambda index, rng: _draw(index, rng, tuple(steps), width))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.rollouts import splits
 
 LEVELS = ("easy", "module", "package")
@@ -341,13 +341,13 @@ def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Seq
       level: "easy", "module" or "package".
       kinds: Kinds of bugs, from `KINDS`. Empty: all kinds of the level.
     """
-    config.check(not path, "task.path", "planted bugs are made up; files are repo_repair:task_source's")
-    config.check_choice(level, LEVELS, "task.arguments.level")
+    config_lib.check(not path, "task.path", "planted bugs are made up; files are repo_repair:task_source's")
+    config_lib.check_choice(level, LEVELS, "task.arguments.level")
     for kind in kinds:
-        config.check_choice(kind, KINDS, "task.arguments.kinds")
+        config_lib.check_choice(kind, KINDS, "task.arguments.kinds")
     able = _EASY_KINDS if level == "easy" else tuple(recipe.kind for recipe in RECIPES)
     chosen = tuple(kind for kind in kinds or able if kind in able)
-    config.check(bool(chosen), "task.arguments.kinds", f"level {level!r} has only {', '.join(dict.fromkeys(able))}")
+    config_lib.check(bool(chosen), "task.arguments.kinds", f"level {level!r} has only {', '.join(dict.fromkeys(able))}")
 
     def draw(index: int, rng: random.Random) -> tuple[str, Mapping[str, Any]]:
         del index

@@ -12,7 +12,8 @@ import random
 import zoneinfo
 from collections.abc import Mapping, Sequence
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import dialogue, question
 from libra_jax.rewards import answers
 from libra_jax.rollouts import splits
@@ -44,7 +45,7 @@ def _moments(time: str, zone: str) -> tuple[datetime.datetime, datetime.datetime
 
 def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
     """Returns generated questions."""
-    config.check(not path, "task.path", "questions of time zones are generated; no file is read")
+    config_lib.check(not path, "task.path", "questions of time zones are generated; no file is read")
 
     def draw(index: int, rng: random.Random) -> tuple[str, Mapping[str, object]]:
         del index

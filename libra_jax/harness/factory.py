@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.harness import jobs, scoring
 from libra_jax.harness.processes import callables, commands, confined, program
 from libra_jax.rewards.repair import grading
@@ -91,19 +92,19 @@ def environment(
         (`protocols.Demonstrator.demonstration`). Empty: none.
     """
     both = bool(command), bool(callable)
-    config.check(sum(both) == 1, _FIELD, "must hold either 'command' or 'callable'")
+    config_lib.check(sum(both) == 1, _FIELD, "must hold either 'command' or 'callable'")
     for name, value in (("container", container), ("sandbox", sandbox), ("options", options)):
-        config.check(not (value and callable), f"{_FIELD}.{name}", "belongs to 'command', not to 'callable'")
+        config_lib.check(not (value and callable), f"{_FIELD}.{name}", "belongs to 'command', not to 'callable'")
     for name, argument in (("python", python), ("arguments", arguments), ("search", search)):
-        config.check(not (argument and command), f"{_FIELD}.{name}", "belongs to 'callable', not to 'command'")
-    config.check(not search or bool(python), f"{_FIELD}.search", "needs 'python', an interpreter of its own")
-    config.check(not options or bool(container), f"{_FIELD}.options", "needs 'container'")
-    config.check(not (container and sandbox), f"{_FIELD}.sandbox", "is for commands without 'container'")
+        config_lib.check(not (argument and command), f"{_FIELD}.{name}", "belongs to 'callable', not to 'command'")
+    config_lib.check(not search or bool(python), f"{_FIELD}.search", "needs 'python', an interpreter of its own")
+    config_lib.check(not options or bool(container), f"{_FIELD}.options", "needs 'container'")
+    config_lib.check(not (container and sandbox), f"{_FIELD}.sandbox", "is for commands without 'container'")
     for name, number in (("seconds", seconds), ("score_seconds", score_seconds), ("most", most),
                          ("most_mib", most_mib), ("output_bytes", output_bytes)):  # fmt: skip
-        config.check(0 < number < math.inf, f"{_FIELD}.{name}", f"must be positive and finite, not {number}")
-    config.check_choice(overdue, ("crash", "score"), f"{_FIELD}.overdue")
-    config.check(
+        config_lib.check(0 < number < math.inf, f"{_FIELD}.{name}", f"must be positive and finite, not {number}")
+    config_lib.check_choice(overdue, ("crash", "score"), f"{_FIELD}.overdue")
+    config_lib.check(
         not workspace or os.path.isdir(workspace), f"{_FIELD}.workspace", f"{workspace} is no directory of this host"
     )
     # Hidden tests judge all files, not a choice of them.
@@ -115,7 +116,7 @@ def environment(
         runner = _of_callable(callable, python, dict(arguments or {}), search, settings)
     else:
         runner = _of_command(command, container, sandbox, options, settings, tools)
-    config.check(
+    config_lib.check(
         not (command and score == scoring.VERDICT),
         f"{_FIELD}.score",
         "must be 'tests' or the name of a function: commands that the model has the agent run can write all that the "
@@ -138,10 +139,10 @@ def _of_callable(
     name: str, python: str, arguments: Mapping[str, Any], search: Sequence[str], settings: commands.Settings
 ) -> jobs.Runner:
     if not python:
-        config.check(not settings.variables, f"{_FIELD}.variables", "need 'python': the run's process has its own")
+        config_lib.check(not settings.variables, f"{_FIELD}.variables", "need 'python': the run's process has its own")
         function = resolving.resolve(name, f"{_FIELD}.callable", asynchronous=True)
         return callables.InProcess(name, function, arguments, settings)
-    config.check(":" in name, f"{_FIELD}.callable", f'{name!r} must have the form "package.module:function"')
+    config_lib.check(":" in name, f"{_FIELD}.callable", f'{name!r} must have the form "package.module:function"')
     # This package's own folder comes last: plain modules of it can be imported anywhere.
     package = str(Path(__file__).parents[2])
     folders = [os.getcwd(), *(os.path.abspath(folder) for folder in search), package]
@@ -174,17 +175,17 @@ def _of_command(
 def _program(word: str, field: str) -> str:
     """Returns the path of a program. A relative path is one of the run's working directory, if it exists there."""
     if "{" in word or ("/" in word and not os.path.exists(word)):
-        config.check(field != "python", f"{_FIELD}.{field}", f"there is no program {word}")
+        config_lib.check(field != "python", f"{_FIELD}.{field}", f"there is no program {word}")
         return word  # a file of the rollout's working directory
     path = shutil.which(word)
-    config.check(path is not None, f"{_FIELD}.{field}", f"there is no program {word} on this machine")
+    config_lib.check(path is not None, f"{_FIELD}.{field}", f"there is no program {word} on this machine")
     assert path is not None
     # Not resolved: an interpreter of a virtual environment is a link, and knows its place by the link's path.
     return os.path.abspath(path)
 
 
 def _needed(tools: toolkit.Toolkit | None, name: str) -> toolkit.Toolkit:
-    config.check(tools is not None, f"{_FIELD}.{name}", "needs the sandbox of a run")
+    config_lib.check(tools is not None, f"{_FIELD}.{name}", "needs the sandbox of a run")
     assert tools is not None
     return tools
 
@@ -200,7 +201,7 @@ def _scorer(
     if score == scoring.VERDICT:
         return scoring.OwnVerdict()
     if score == scoring.TESTS:
-        config.check(bool(files), f"{_FIELD}.files", "must name the field with the files that hidden tests judge")
+        config_lib.check(bool(files), f"{_FIELD}.files", "must name the field with the files that hidden tests judge")
         grader = grading.grader(_needed(tools, "score"), partial, seconds, settings.most_bytes)
         return scoring.HiddenTests(grader, files, settings.most_bytes)
     function: Callable[..., Any] = resolving.resolve(score, f"{_FIELD}.score", asynchronous=True)

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.harness import jobs
 from libra_jax.harness.processes import commands, processes, program, workspace
 from libra_jax.rollouts import tool_results
@@ -210,8 +211,8 @@ def environment(
       ConfigError: An argument is invalid, or a program is not on this machine.
     """
     for name, number in (("seconds", seconds), ("build_seconds", build_seconds), ("most", most)):
-        config.check(0 < number < math.inf, f"{_FIELD}.{name}", f"must be positive and finite, not {number}")
-    config.check_choice(overdue, ("crash", "score"), f"{_FIELD}.overdue")
+        config_lib.check(0 < number < math.inf, f"{_FIELD}.{name}", f"must be positive and finite, not {number}")
+    config_lib.check_choice(overdue, ("crash", "score"), f"{_FIELD}.overdue")
     words = command if isinstance(command, str) else [str(word) for word in command]
     settings = commands.Settings(seconds, output_bytes, variables=dict(variables or {}))
     runtime = shutil.which("podman") or shutil.which("docker")

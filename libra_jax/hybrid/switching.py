@@ -24,7 +24,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 
 WAITED = 0.15
 """Share of a step that the trainer waits, above which rollout determines the length of the step."""
@@ -191,7 +191,7 @@ class Switching:
       synchronous: True if training and rollout alternate (max staleness 0).
     """
 
-    config: configuration.ElasticConfig
+    config: config_lib.ElasticConfig
     horizon: int
     synchronous: bool
     # Step of each worker's last change.

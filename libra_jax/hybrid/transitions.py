@@ -11,7 +11,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.hybrid import pool, training_sides, worker_shares
 from libra_jax.hybrid.pool import State
@@ -281,7 +281,7 @@ class Transitions:
             self._engines.await_first_token(worker.name)
 
 
-def limits(deadline: configuration.DeadlineConfig) -> dict[State, float]:
+def limits(deadline: config_lib.DeadlineConfig) -> dict[State, float]:
     """Returns each state's deadline. It exceeds the sum of the waits inside, so that their errors come first."""
     restart = 2 * deadline.trainer_start + deadline.weight_sync + deadline.shutdown  # of a training side
     return {

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from libra_jax import config as run_config
+from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
 from libra_jax.models import embedding, feasibility, layers, rope, rows, sharding
 from libra_jax.models.adapters import lora
@@ -63,7 +63,7 @@ class ComputeOptions:
     target: feasibility.Target = feasibility.CPU
 
     @classmethod
-    def from_config(cls, model: run_config.ModelConfig, *, packed: bool, target: feasibility.Target) -> ComputeOptions:
+    def from_config(cls, model: config_lib.ModelConfig, *, packed: bool, target: feasibility.Target) -> ComputeOptions:
         """Returns the options that a run's config requests, for rows and a device of this kind."""
         return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk, packed, target)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning import replanning
 from libra_jax.planning.forecast import forecast
@@ -92,7 +92,7 @@ class GlobalPlanner:
 
     def __init__(
         self,
-        config: configuration.PlannerConfig,
+        config: config_lib.PlannerConfig,
         setting: forecast.Setting,
         plan: protocols.Plan,
         *,

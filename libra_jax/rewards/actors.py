@@ -21,7 +21,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rewards import scoring
 from libra_jax.utils import call_deadlines, resolving, user_code, user_values
 
@@ -65,7 +66,7 @@ class Outcome:
     problem: str = ""
 
 
-def check(name: str, function: config.RewardFunctionConfig) -> Callable[..., Any]:
+def check(name: str, function: config_lib.RewardFunctionConfig) -> Callable[..., Any]:
     """Checks the arguments of a function's factory and returns the factory. Does not call it."""
     field_name = f"reward.functions.{name}"
     factory = resolving.resolve(function.factory, f"{field_name}.factory")
@@ -81,14 +82,14 @@ def check(name: str, function: config.RewardFunctionConfig) -> Callable[..., Any
     return factory
 
 
-def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bool]:
+def make(name: str, function: config_lib.RewardFunctionConfig) -> tuple[Function, bool]:
     """Returns the function that a factory makes, and whether the function takes a transcript."""
     field_name = f"reward.functions.{name}"
     reward_function = resolving.call(
         check(name, function), function.factory, function.arguments, f"{field_name}.arguments"
     )
     where, called = f"{field_name}.factory", resolving.shown(function.factory, function.arguments)
-    config.check(
+    config_lib.check(
         callable(reward_function), where, f"{called} must return a function of (task, text), not {reward_function!r}"
     )
     try:
@@ -113,11 +114,11 @@ class RewardWorker:
     """Holds functions by name. Their calls interleave. Create it inside an event loop.
 
     Args:
-      functions: Functions in the form of `config.RewardConfig.functions`.
+      functions: Functions in the form of `config_lib.RewardConfig.functions`.
     """
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
-        self._config = config.RewardConfig(functions=functions).parsed()
+        self._config = config_lib.RewardConfig(functions=functions).parsed()
         self._functions: dict[str, Function] = {}
         self._loop = _LoopThread("libra-rewards")
         self._running: set[object] = set()  # calls of plain functions that have not returned
@@ -275,7 +276,7 @@ class Pool:
 
     def __init__(
         self,
-        reward: config.RewardConfig,
+        reward: config_lib.RewardConfig,
         cluster: protocols.Cluster,
         note: Callable[[str], None],
         start_seconds: float,

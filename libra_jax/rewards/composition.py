@@ -19,14 +19,15 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rewards import actors, scoring
 from libra_jax.utils import resolving
 
 
 @contextlib.asynccontextmanager
 async def open_scorer(
-    reward: config.RewardConfig,
+    reward: config_lib.RewardConfig,
     cluster: protocols.Cluster,
     *,
     note: Callable[[str], None],
@@ -66,7 +67,9 @@ class ComposedReward:
       takes_transcript: Whether each function gets the transcript instead of the text, by name.
     """
 
-    def __init__(self, reward: config.RewardConfig, pool: actors.Pool, takes_transcript: Mapping[str, bool]) -> None:
+    def __init__(
+        self, reward: config_lib.RewardConfig, pool: actors.Pool, takes_transcript: Mapping[str, bool]
+    ) -> None:
         self._config = reward
         self._pool = pool
         self._takes_transcript = takes_transcript
@@ -146,7 +149,9 @@ class ComposedReward:
             retries_left -= blamed  # a call that another one brought down costs no try
 
 
-def cache_key(function: config.RewardFunctionConfig, task: protocols.Task, rollout: str | scoring.Transcript) -> bytes:
+def cache_key(
+    function: config_lib.RewardFunctionConfig, task: protocols.Task, rollout: str | scoring.Transcript
+) -> bytes:
     """Returns the digest of a call: factory, arguments, the task's payload, and the text or transcript.
 
     The task's `prompt_id` is left out, so tasks with the same content share values.

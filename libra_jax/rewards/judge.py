@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import endpoints, thoughts
 from libra_jax.rewards import scoring
 
@@ -144,7 +145,7 @@ def read_score(reply: str, pattern: re.Pattern[str] | None = None) -> float | No
 
 
 def _check(condition: bool, problem: str) -> None:
-    config.check(condition, "reward.functions", f"the judge's {problem}")
+    config_lib.check(condition, "reward.functions", f"the judge's {problem}")
 
 
 def judge(

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.chat import endpoints
 from libra_jax.utils import deadlines, resolving
@@ -194,7 +194,7 @@ def create(
       concurrency: most requests under way.
     """
     name = f"{FIELD}_arguments"
-    configuration.check(concurrency > 0, name, f"concurrency must be positive, not {concurrency}")
+    config_lib.check(concurrency > 0, name, f"concurrency must be positive, not {concurrency}")
     endpoint = endpoints.create(
         base_url,
         api_key_env=api_key_env,
@@ -207,24 +207,22 @@ def create(
     return Teacher(base_url, endpoint, model, total_seconds, asyncio.Semaphore(concurrency))
 
 
-def check(config: configuration.AlgorithmConfig) -> None:
+def check(config: config_lib.AlgorithmConfig) -> None:
     """Raises ConfigError if `create` does not take `algorithm.teacher_arguments`. Needs no key and no package."""
     resolving.check_arguments(create, f"{__name__}:create", _arguments(config), f"{FIELD}_arguments")
 
 
-def from_config(config: configuration.AlgorithmConfig) -> Teacher:
+def from_config(config: config_lib.AlgorithmConfig) -> Teacher:
     """Returns the config's teacher behind an endpoint. Asks no server. Raises ConfigError as `create`."""
     return resolving.call(create, f"{__name__}:create", _arguments(config), f"{FIELD}_arguments")
 
 
-def _arguments(config: configuration.AlgorithmConfig) -> dict[str, Any]:
+def _arguments(config: config_lib.AlgorithmConfig) -> dict[str, Any]:
     return {"base_url": config.teacher, **config.teacher_arguments}
 
 
 @contextlib.asynccontextmanager
-async def open_teacher(
-    config: configuration.RunConfig, tokenizer: protocols.Tokenizer
-) -> AsyncIterator[Teacher | None]:
+async def open_teacher(config: config_lib.RunConfig, tokenizer: protocols.Tokenizer) -> AsyncIterator[Teacher | None]:
     """Yields the teacher of a run, once it can score; None unless it is behind an endpoint."""
     if not config.algorithm.teacher_served:
         yield None

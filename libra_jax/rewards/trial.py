@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection, process
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rewards import actors, scoring
 from libra_jax.utils import child as children
 from libra_jax.utils import resolving
@@ -61,7 +62,7 @@ class Scored:
         return bool(self.outcome.problem) and not perhaps
 
 
-def functions(reward: config.RewardConfig, example: Example | None = None) -> list[Scored]:
+def functions(reward: config_lib.RewardConfig, example: Example | None = None) -> list[Scored]:
     """Makes each function once, and has the user's own ones score an example.
 
     Factories that take longer than `TRY_SECONDS` are left to the run. A function that takes longer than
@@ -115,7 +116,7 @@ def _receive_scores(answers: connection.Connection, child: process.BaseProcess, 
             yield Scored(names[0], outcome, takes_transcript=False)
 
 
-def _try_functions(reward: config.RewardConfig, example: Example | None, answer: connection.Connection) -> None:
+def _try_functions(reward: config_lib.RewardConfig, example: Example | None, answer: connection.Connection) -> None:
     """Makes the functions, and sends the first problem, or an empty text. Then sends their scores of the example."""
 
     async def body() -> None:

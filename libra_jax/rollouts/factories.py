@@ -8,7 +8,8 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TypeGuard, cast
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rollouts import loop
 from libra_jax.tools import toolkit
 from libra_jax.utils import call_deadlines, resolving
@@ -17,7 +18,7 @@ TRIAL_CLOSE_SECONDS = 30.0
 """Seconds that an environment made on trial may take to close."""
 
 
-def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments") -> protocols.TaskSource:
+def task_source(task: config_lib.TaskConfig, seed: int, field: str = "task.arguments") -> protocols.TaskSource:
     """Returns the tasks of `task.source`. An error about the arguments names `field`.
 
     Raises:
@@ -27,14 +28,14 @@ def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments
     factory = resolving.resolve(task.source, "task.source")
     reserved = {"path": task.path, "seed": seed}
     for name in reserved:
-        config.check(name not in task.arguments, field, f"must not hold {name!r}: it has a field of its own")
+        config_lib.check(name not in task.arguments, field, f"must not hold {name!r}: it has a field of its own")
     parameters = _parameters(factory)
     if (
         parameters is not None
         and "path" not in parameters
         and not any(item.kind is item.VAR_KEYWORD for item in parameters.values())
     ):
-        config.check(
+        config_lib.check(
             not task.path,
             "task.path",
             f"{task.path!r} would be ignored, because {resolving.shown(task.source)} has no parameter 'path'; clear "
@@ -46,7 +47,7 @@ def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments
     return cast(protocols.TaskSource, resolving.call(factory, task.source, arguments, field))
 
 
-def demonstrated_tasks(settings: config.RunConfig, tasks: protocols.TaskSource) -> protocols.TaskSource:
+def demonstrated_tasks(settings: config_lib.RunConfig, tasks: protocols.TaskSource) -> protocols.TaskSource:
     """Returns the tasks that the warm start demonstrates: the run's own, or others if `warm_start.arguments` is set.
 
     Raises as `task_source`.
@@ -75,7 +76,7 @@ def is_harness(environment: object) -> TypeGuard[protocols.Harness]:
 
 
 def environment_factory(
-    task: config.TaskConfig, tools: toolkit.Toolkit | None = None
+    task: config_lib.TaskConfig, tools: toolkit.Toolkit | None = None
 ) -> Callable[[], protocols.Environment | protocols.Harness]:
     """Returns a function that makes a fresh environment of `task.environment` at each call. Makes none itself.
 
@@ -87,10 +88,10 @@ def environment_factory(
     factory, field = resolving.resolve(task.environment, "task.environment"), "task.environment_arguments"
     arguments = dict(task.environment_arguments)
     if "tools" in (_parameters(factory) or ()):
-        config.check("tools" not in arguments, field, "must not hold 'tools': name them in tools.use")
+        config_lib.check("tools" not in arguments, field, "must not hold 'tools': name them in tools.use")
         arguments["tools"] = tools
     elif tools is not None:
-        config.check(
+        config_lib.check(
             not tools.names,
             "tools.use",
             f"names {', '.join(tools.names)}, but {resolving.shown(task.environment)} offers no tools (its factory has "
@@ -110,18 +111,18 @@ def environment_factory(
     return make
 
 
-def _check_methods(task: config.TaskConfig, environment: object, kind: type) -> None:
+def _check_methods(task: config_lib.TaskConfig, environment: object, kind: type) -> None:
     called = resolving.shown(task.environment)
     makes = called if called == kind.__name__ else f"{called} makes a {kind.__name__}, which"
     for method in ("run", "close") if is_harness(environment) else ("reset", "step", "close"):
-        config.check(
+        config_lib.check(
             callable(getattr(environment, method, None)), "task.environment", f"{makes} has no method {method}"
         )
 
 
 @contextlib.asynccontextmanager
 async def demonstrator(
-    task: config.TaskConfig, tools: toolkit.Toolkit | None, *, needed: bool
+    task: config_lib.TaskConfig, tools: toolkit.Toolkit | None, *, needed: bool
 ) -> AsyncIterator[protocols.Demonstrator | None]:
     """Makes one environment, to check that this works, and lends it as the demonstrator. Always closes it.
 
@@ -148,7 +149,7 @@ async def demonstrator(
         await close()
 
 
-def limits(run: config.RunConfig, temperature: float | None = None) -> loop.Limits:
+def limits(run: config_lib.RunConfig, temperature: float | None = None) -> loop.Limits:
     """Returns a rollout's limits. `temperature` replaces the config's; evaluation uses this."""
     return loop.Limits(
         max_turns=run.task.max_turns,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.engines import client as engines_client
 from libra_jax.rollouts import channel, mirror, rollouts, streams
@@ -48,7 +48,7 @@ class Worker(protocols.LoopWorker):
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        config: config_lib.RunConfig,
         cluster: protocols.Cluster,
         workdir: Path,
         open_agent: OpenAgent,
@@ -245,7 +245,7 @@ class _Engine:
 class _Engines:
     """The instances that requests of this worker were placed on."""
 
-    def __init__(self, say: Say, limits: configuration.DeadlineConfig, cluster: protocols.Cluster) -> None:
+    def __init__(self, say: Say, limits: config_lib.DeadlineConfig, cluster: protocols.Cluster) -> None:
         self._say = say
         self._limits = limits
         self._cluster = cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.rollouts import channel
 from libra_jax.utils import deadlines, typed_clients
@@ -15,7 +15,7 @@ class LoopWorkerClient(typed_clients.ActorClient):
     """A loop worker, for one life of its process. See `typed_clients.ActorClient` for the arguments."""
 
     def __init__(
-        self, cluster: protocols.Cluster, spec: protocols.ActorSpec, limits: configuration.DeadlineConfig
+        self, cluster: protocols.Cluster, spec: protocols.ActorSpec, limits: config_lib.DeadlineConfig
     ) -> None:
         super().__init__(cluster, spec, limits, kind="loop worker")
         self._connection: channel.Connection | None = None

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import cast
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.rollouts import deadline_environment, factories, loop
 from libra_jax.tools import toolkit
@@ -61,7 +62,7 @@ class Posed:
 
 @contextlib.asynccontextmanager
 async def _open_environment(
-    run: config.RunConfig, task: protocols.Task
+    run: config_lib.RunConfig, task: protocols.Task
 ) -> AsyncIterator[tuple[deadline_environment.Environment, toolkit.Toolkit] | None]:
     """Makes the environment, and closes it. Yields None for a harness: it would ask a model, and there is none yet."""
     async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
@@ -78,7 +79,7 @@ async def _open_environment(
             await world.close({})
 
 
-def pose(run: config.RunConfig, task: protocols.Task) -> Posed | None:
+def pose(run: config_lib.RunConfig, task: protocols.Task) -> Posed | None:
     """Poses the task in a child process. Returns None for a harness, tools of another program, or a failed reset.
 
     Raises:
@@ -96,7 +97,7 @@ def pose(run: config.RunConfig, task: protocols.Task) -> Posed | None:
     return cast("Posed | None", result)
 
 
-def _send_posed_task(run: config.RunConfig, task: protocols.Task, sender: connection.Connection) -> None:
+def _send_posed_task(run: config_lib.RunConfig, task: protocols.Task, sender: connection.Connection) -> None:
     """Sends the posed task, the error of a setting, or None."""
 
     async def body() -> Posed | None:
@@ -115,7 +116,7 @@ def _send_posed_task(run: config.RunConfig, task: protocols.Task, sender: connec
         sender.send(None)
 
 
-def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Rehearsed:
+def play(run: config_lib.RunConfig, task: protocols.Task, answer: str) -> Rehearsed:
     """Poses the task and answers it, and then once more with an empty output, which should earn nothing.
 
     An environment that ships, and one whose tools are another program's (`tools.mcp`), is not played. `answer` is the
@@ -137,7 +138,7 @@ def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Rehearsed:
     return Rehearsed(f"config.task.environment: {problem}" if problem else "", certain, reward)
 
 
-def _send_result(run: config.RunConfig, task: protocols.Task, answer: str, sender: connection.Connection) -> None:
+def _send_result(run: config_lib.RunConfig, task: protocols.Task, answer: str, sender: connection.Connection) -> None:
     """Sends the first problem or an empty text, whether a run would surely fail with it, and the answer's reward."""
 
     async def body(output: str) -> float | None:

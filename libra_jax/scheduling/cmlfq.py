@@ -34,7 +34,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import buckets, requests, residents
 from libra_jax.scheduling import costs as cost_model
@@ -68,7 +68,7 @@ class Cmlfq(residents.ResidentScheduler):
     """Probability mass of each point of what `expect` returns."""
 
     def __init__(
-        self, config: configuration.SchedulerConfig, costs: cost_model.Costs, *, kinds: Sequence[protocols.Kind] = ()
+        self, config: config_lib.SchedulerConfig, costs: cost_model.Costs, *, kinds: Sequence[protocols.Kind] = ()
     ) -> None:
         self.evidence = evidence.Evidence(config)
         self.rates = cost_model.Rates(costs)
@@ -325,7 +325,7 @@ class CmlfqPaper(residents.ResidentScheduler):
 
     by_length = True
 
-    def __init__(self, config: configuration.SchedulerConfig, *, kinds: Sequence[protocols.Kind] = ()) -> None:
+    def __init__(self, config: config_lib.SchedulerConfig, *, kinds: Sequence[protocols.Kind] = ()) -> None:
         self.paths = paths.PathStatistics(config)
         super().__init__(config, kinds=kinds, learner=self.paths)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 
 RATE_TOKENS = 256
@@ -70,7 +70,7 @@ class LinearCosts:
       speeds: speeds of unlike accelerators, by the names in `rollout.accelerators`.
     """
 
-    coefficients: configuration.CostConfig = field(default_factory=configuration.CostConfig)
+    coefficients: config_lib.CostConfig = field(default_factory=config_lib.CostConfig)
     transfers: bool = False
     speeds: Mapping[str, Speed] = field(default_factory=dict)
 

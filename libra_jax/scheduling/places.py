@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import buckets, levels, requests
 
@@ -45,7 +45,7 @@ class Places:
 
     def __init__(
         self,
-        config: configuration.SchedulerConfig,
+        config: config_lib.SchedulerConfig,
         order: str,
         kinds: Sequence[protocols.Kind],
         busy: Callable[[buckets.Server], float],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import cmlfq, levels
 from libra_jax.scheduling import costs as cost_model
@@ -12,7 +12,7 @@ from libra_jax.scheduling.rivals import authors, baselines, heddle, known_length
 
 
 def create(
-    config: configuration.SchedulerConfig,
+    config: config_lib.SchedulerConfig,
     *,
     costs: cost_model.Costs | None = None,
     remaining: known_lengths.Remaining | None = None,

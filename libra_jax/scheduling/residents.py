@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import buckets, requests, slots
 from libra_jax.scheduling.prediction import learning
@@ -56,14 +56,14 @@ class ResidentScheduler(slots.SlotScheduler):
 
     def __init__(
         self,
-        config: configuration.SchedulerConfig | None = None,
+        config: config_lib.SchedulerConfig | None = None,
         *,
         order: str = "fcfs",
         kinds: Sequence[protocols.Kind] = (),
         learner: learning.Learner | None = None,
         busy: Callable[[buckets.Server], float] | None = None,
     ) -> None:
-        config = config or configuration.SchedulerConfig()
+        config = config or config_lib.SchedulerConfig()
         by_cache = self.by_cache if config.admission == "auto" else config.admission == "cache"
         self._room_share = config.cache_share if by_cache else 0.0
         self.accounts = by_cache or config.max_residents > 0 or self.counts_residents

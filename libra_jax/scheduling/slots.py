@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import buckets, levels, places, requests
 from libra_jax.scheduling.prediction import learning
@@ -46,14 +46,14 @@ class SlotScheduler(places.Places):
 
     def __init__(
         self,
-        config: configuration.SchedulerConfig | None = None,
+        config: config_lib.SchedulerConfig | None = None,
         *,
         order: str = "fcfs",
         kinds: Sequence[protocols.Kind] = (),
         learner: learning.Learner | None = None,
         busy: Callable[[buckets.Server], float] = buckets.share_in_use,
     ) -> None:
-        super().__init__(config or configuration.SchedulerConfig(), order, kinds, busy)
+        super().__init__(config or config_lib.SchedulerConfig(), order, kinds, busy)
         self.learner = learner
         self._groups: dict[int, requests.Group] = {}
         self._rollouts: dict[str, requests.Rollout] = {}

@@ -41,7 +41,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.planning.costs import costs
 from libra_jax.simulator import scripts, world
 
@@ -83,9 +83,7 @@ class Groups:
     path: Values
 
 
-def lower_bound(
-    config: configuration.RunConfig, simulation: world.SimulationConfig, workload: scripts.Workload
-) -> Bound:
+def lower_bound(config: config_lib.RunConfig, simulation: world.SimulationConfig, workload: scripts.Workload) -> Bound:
     """Returns the bound of a simulated run in which no group is replaced; the arguments are those of `world.run`.
 
     Simulated prompts are all new, so each has `coordinator.group_size` rollouts.
@@ -93,7 +91,7 @@ def lower_bound(
     Raises:
       ConfigError: a user's function divides the rollouts.
     """
-    configuration.check(
+    config_lib.check(
         ":" not in config.algorithm.budget,
         "algorithm.budget",
         "the bound knows no sizes of groups that a function of yours gives; simulate with uniform",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import checkpoints
 from libra_jax.planning.costs import request_costs
@@ -101,10 +101,10 @@ def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRu
       ConfigError: there is no such policy or field, or a value cannot be used; the message names the field.
     """
     name, _, changes = policy.partition(":")
-    configuration.check_choice(name, configuration.POLICIES, "scheduler.policy")
+    config_lib.check_choice(name, config_lib.POLICIES, "scheduler.policy")
     if not changes:
         return dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, policy=name))
-    values = configuration.to_dict(run)
+    values = config_lib.to_dict(run)
     values["scheduler"]["policy"] = name
     for change in changes.split("+"):
         field, equals, text = change.partition("=")
@@ -122,7 +122,7 @@ def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRu
             at[leaf] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             at[leaf] = text
-    return configuration.parse(settings.SimulatedRun, values)
+    return config_lib.parse(settings.SimulatedRun, values)
 
 
 def workload(run: settings.SimulatedRun) -> scripts.Workload:
@@ -143,7 +143,7 @@ def simulate(run: settings.SimulatedRun, recorder: results.StepRecorder | None =
       LibraError: what ended the run, in one sentence.
     """
     # They would run beside it in real time, and a simulated run repeats exactly.
-    configuration.check(
+    config_lib.check(
         not (run.planner.period and run.planner.simulate_top),
         "planner.simulate_top",
         "a simulated run ranks its plans by predictions alone; set it to 0",

@@ -12,7 +12,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, cast
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning.costs import costs
 from libra_jax.simulator import batch, offload, requests, training_side, trajectory
@@ -311,7 +311,7 @@ class Fleet:
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        config: config_lib.RunConfig,
         slots: Sequence[int],
         model: costs.Costs,
         warm_seconds: float = 0.0,
@@ -323,7 +323,7 @@ class Fleet:
         self._config = config
         self._model = model
         self._slots = slots
-        self._by_degree = configuration.slots_by_degree(config.rollout.tensor_parallel, self._slots)
+        self._by_degree = config_lib.slots_by_degree(config.rollout.tensor_parallel, self._slots)
         self._store = store
         self.counters: list[requests.Counters] = []
         self.degrees: list[int] = []

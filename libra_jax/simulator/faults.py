@@ -12,12 +12,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import engine, trainer, training_side, trajectory, world
 
 
-@configuration.group
+@config_lib.group
 @dataclass
 class FaultConfig:
     """Rates of the faults; 0 means never."""
@@ -37,7 +37,7 @@ class FaultConfig:
 
     def __post_init__(self) -> None:
         for name in ("engine_life_seconds", "late_seconds", "training_side_life_seconds"):
-            configuration.check(getattr(self, name) >= 0, f"faults.{name}", "must not be negative")
+            config_lib.check(getattr(self, name) >= 0, f"faults.{name}", "must not be negative")
         for name in (
             "tool_hang",
             "environment_crash",
@@ -49,8 +49,8 @@ class FaultConfig:
             "channel_failure",
         ):
             value = getattr(self, name)
-            configuration.check(0 <= value <= 1, f"faults.{name}", f"is a share: it must lie in [0, 1], not {value}")
-        configuration.check(self.slow_factor >= 1, "faults.slow_factor", f"must be 1 or more, not {self.slow_factor}")
+            config_lib.check(0 <= value <= 1, f"faults.{name}", f"is a share: it must lie in [0, 1], not {value}")
+        config_lib.check(self.slow_factor >= 1, "faults.slow_factor", f"must be 1 or more, not {self.slow_factor}")
 
 
 def parts(config: FaultConfig, seed: int) -> world.Parts:

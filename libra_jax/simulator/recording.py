@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning.costs import calibration
 from libra_jax.simulator import scripts, traces
@@ -82,7 +82,7 @@ class Recording:
       ends: end of each step's training, on the clock of the streams.
     """
 
-    config: configuration.RunConfig
+    config: config_lib.RunConfig
     steps: tuple[Step, ...]
     groups: tuple[tuple[scripts.Script, ...], ...]
     streams: _Streams
@@ -184,11 +184,11 @@ def read(workdir: Path) -> Recording:
     )
 
 
-def _config(path: Path) -> configuration.RunConfig:
+def _config(path: Path) -> config_lib.RunConfig:
     try:
         values = checksums.read_object(path)
         # A run of an earlier version may use names that have changed since.
-        return configuration.parse(configuration.RunConfig, configuration.renamed(values))
+        return config_lib.parse(config_lib.RunConfig, config_lib.renamed(values))
     except OSError as error:
         raise protocols.DataError(
             f"{path}: cannot be read ({error.strerror or error}); give the --workdir of a finished run"
@@ -197,7 +197,7 @@ def _config(path: Path) -> configuration.RunConfig:
         raise protocols.DataError(f"{path}: is not the config of a run of this version ({error})") from error
 
 
-def _numbers(path: Path, config: configuration.RunConfig) -> dict[int, Parts]:
+def _numbers(path: Path, config: config_lib.RunConfig) -> dict[int, Parts]:
     """Returns each step's seconds."""
     table = metrics.read(path)
     step_numbers = [number for number in table if number > 0]
@@ -238,7 +238,7 @@ def _groups(
     path: Path,
     records: Sequence[Mapping[str, Any]],
     played: Sequence[scripts.Script],
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
 ) -> list[tuple[scripts.Script, ...]]:
     """Returns the groups in the order of dispatch, their rollouts in the order of their samples."""
     rows: dict[int, dict[int, scripts.Script]] = collections.defaultdict(dict)
@@ -284,7 +284,7 @@ def _step(
     return Step(number, parts, tuple(lengths), tuple(sorted(work, key=repr)), tuple(script for _, script in rollouts))
 
 
-def _ends(path: Path, spans: Sequence[protocols.Span], config: configuration.RunConfig) -> tuple[float, ...]:
+def _ends(path: Path, spans: Sequence[protocols.Span], config: config_lib.RunConfig) -> tuple[float, ...]:
     ends = collections.defaultdict(list)
     for span in spans:
         if span.name == "train step" and isinstance(span.arguments.get("step"), int):

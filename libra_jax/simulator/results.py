@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.coordinator import run as coordinator
 from libra_jax.simulator import engine, trainer, trajectory
 from libra_jax.telemetry import memory
@@ -115,7 +115,7 @@ class TraceRecorder(StepRecorder):
 
 
 def from_run(
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
     summary: coordinator.RunSummary,
     recorder: StepRecorder,
     book: trajectory.Book,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.simulator import faults, workloads, world
 
 COUNTS: dict[str, str] = {
@@ -40,9 +40,9 @@ IGNORED = (
 """Fields and groups that no simulated run reads."""
 
 
-@configuration.group
+@config_lib.group
 @dataclass
-class SimulatedRun(configuration.RunConfig):
+class SimulatedRun(config_lib.RunConfig):
     """A run's configuration with three more groups; `configs/simulate.py` fills it in."""
 
     simulation: world.SimulationConfig = field(default_factory=world.SimulationConfig)
@@ -52,16 +52,16 @@ class SimulatedRun(configuration.RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Set here, these fields would change nothing, and the user would believe that another machine was simulated.
-        configuration.check(
+        config_lib.check(
             self.trainer.context == 1,
             "trainer.context",
             f"simulated training has no context axis, and it says {self.trainer.context}; set it to 1",
         )
-        plain = configuration.RunConfig()
+        plain = config_lib.RunConfig()
         for name in ("planner.hardware", "model.preset", "model.path"):
             group, _, leaf = name.partition(".")
             value = getattr(getattr(self, group), leaf)
-            configuration.check(
+            config_lib.check(
                 value == getattr(getattr(plain, group), leaf),
                 name,
                 f"a simulated run does not read it, and it says {value!r}; config.{COUNTS[name]} counts: set that",

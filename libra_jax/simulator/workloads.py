@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import scripts, traces, world
 
@@ -254,7 +254,7 @@ def _split(total: int, count: int, rng: random.Random) -> list[int]:
     return parts
 
 
-@configuration.group
+@config_lib.group
 @dataclass
 class WorkloadConfig:
     """The simulated work."""
@@ -269,12 +269,12 @@ class WorkloadConfig:
     fit_buckets: bool = False  # trace: fits scheduler.max_remaining_tokens to the trace's lengths (`fitted_bounds`)
 
     def __post_init__(self) -> None:
-        configuration.check_choice(self.shape, (*SHAPES, "trace"), "workload.shape")
-        configuration.check_choice(self.drift, DRIFTS, "workload.drift")
-        configuration.check(self.variation >= 0, "workload.variation", f"must not be negative, not {self.variation}")
-        configuration.check_choice(self.part, tuple(traces.PARTS), "workload.part")
-        configuration.check(self.passes >= 0, "workload.passes", f"must not be negative, not {self.passes}")
-        configuration.check(
+        config_lib.check_choice(self.shape, (*SHAPES, "trace"), "workload.shape")
+        config_lib.check_choice(self.drift, DRIFTS, "workload.drift")
+        config_lib.check(self.variation >= 0, "workload.variation", f"must not be negative, not {self.variation}")
+        config_lib.check_choice(self.part, tuple(traces.PARTS), "workload.part")
+        config_lib.check(self.passes >= 0, "workload.passes", f"must not be negative, not {self.passes}")
+        config_lib.check(
             self.shape != "trace" or bool(self.trace),
             "workload.trace",
             "shape trace replays a file: name it here or with --trace=FILE",
@@ -381,7 +381,7 @@ def fitted_bounds(rollouts: Iterable[scripts.Script], kinds: Sequence[protocols.
     return tuple(bounds[1:])
 
 
-def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simulation: world.SimulationConfig) -> None:
+def check_fits(workload: scripts.Workload, config: config_lib.RunConfig, simulation: world.SimulationConfig) -> None:
     """Checks a sample of the workload's rollouts against the run's limits and memory.
 
     A cache need not hold every slot's longest context, since engines pre-empt. But it must hold every slot's context at

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import parts as parts_lib
 from libra_jax.coordinator import run as coordinator
@@ -34,10 +34,10 @@ MakeScheduler = Callable[[request_costs.SchedulingCosts, known_lengths.Remaining
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
 
 
-@configuration.group
+@config_lib.group
 @dataclass
 class SimulationConfig:
-    """The simulated cluster; the rest of a run (batches, layout, limits) is a `config.RunConfig`.
+    """The simulated cluster; the rest of a run (batches, layout, limits) is a `config_lib.RunConfig`.
 
     Attributes:
       hardware: name of the sheet of the accelerators that train, and that roll out, unless `rollout.accelerators` names
@@ -69,25 +69,25 @@ class SimulationConfig:
     longest_seconds: float = 1e7
 
     def __post_init__(self) -> None:
-        configuration.check(
+        config_lib.check(
             not self.train_mesh or (len(self.train_mesh) == 3 and math.prod(self.train_mesh) == self.train_devices),
             "simulation.train_mesh",
             f"{self.train_mesh} is no (data, fsdp, tensor) of simulation.train_devices = {self.train_devices}",
         )
-        configuration.check(
+        config_lib.check(
             all(slots > 0 for slots in self.slots), "simulation.slots", f"must be positive, not {self.slots}"
         )
-        configuration.check_choice(self.kv_cache, ("recompute", "offload"), "simulation.kv_cache")
-        configuration.check_choice(self.scheduler_costs, ("exact", "alike", "config"), "simulation.scheduler_costs")
+        config_lib.check_choice(self.kv_cache, ("recompute", "offload"), "simulation.kv_cache")
+        config_lib.check_choice(self.scheduler_costs, ("exact", "alike", "config"), "simulation.scheduler_costs")
 
-    def instance_slots(self, rollout: configuration.RolloutConfig) -> tuple[int, ...]:
+    def instance_slots(self, rollout: config_lib.RolloutConfig) -> tuple[int, ...]:
         """Returns the slots of each instance.
 
         Raises:
           ConfigError: `slots` has neither one entry nor one for each instance.
         """
         instances, entries = len(rollout.tensor_parallel), len(self.slots)
-        configuration.check(
+        config_lib.check(
             entries in (0, 1, instances),
             "simulation.slots",
             f"has {entries} entries for {instances} instances; give one each, or one for all",
@@ -100,7 +100,7 @@ class SimulationConfig:
             if self.kv_cache == "offload" or not name.startswith("host_"):
                 yield name, value
 
-    def cost_model(self, lora: configuration.LoraConfig) -> costs.CostModel:
+    def cost_model(self, lora: config_lib.LoraConfig) -> costs.CostModel:
         """Returns the costs of this cluster, for a model with this adapter.
 
         Raises:
@@ -108,7 +108,7 @@ class SimulationConfig:
         """
         return self._cost_model(self.hardware, "simulation.hardware", lora)
 
-    def instance_models(self, config: configuration.RunConfig) -> tuple[costs.CostModel, ...]:
+    def instance_models(self, config: config_lib.RunConfig) -> tuple[costs.CostModel, ...]:
         """Returns the costs of each instance, by its accelerator.
 
         Raises:
@@ -120,7 +120,7 @@ class SimulationConfig:
         models = {name: self._cost_model(name, "rollout.accelerators", lora) for name in dict.fromkeys(names)}
         return tuple(models[name] for name in names)
 
-    def _cost_model(self, name: str, field_name: str, lora: configuration.LoraConfig) -> costs.CostModel:
+    def _cost_model(self, name: str, field_name: str, lora: config_lib.LoraConfig) -> costs.CostModel:
         shape = adapters.adapted(model_config.load_preset(self.model, "simulation.model"), lora)
         return costs.CostModel(hardware.sheet(name, field_name), shape, self.coefficients, merged=lora.sync == "merge")
 
@@ -188,7 +188,7 @@ class Cluster:
 
 
 def run(
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
     simulation: SimulationConfig,
     workload: scripts.Workload,
     make_scheduler: MakeScheduler,
@@ -295,26 +295,26 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> None:
+def _check(config: config_lib.RunConfig, simulation: SimulationConfig) -> None:
     for name, off in (("checkpoint", config.checkpoint.every), ("evaluation", config.evaluation.every)):
-        configuration.check(off == 0, f"{name}.every", "must be 0 in a simulated run")
-    configuration.check(config.warm_start.steps == 0, "warm_start.steps", "must be 0 in a simulated run")
-    configuration.check(
+        config_lib.check(off == 0, f"{name}.every", "must be 0 in a simulated run")
+    config_lib.check(config.warm_start.steps == 0, "warm_start.steps", "must be 0 in a simulated run")
+    config_lib.check(
         not config.trainer.share_prompt,
         "trainer.share_prompt",
         "must be False in a simulated run, whose trainer computes every prompt",
     )
-    configuration.check(
+    config_lib.check(
         not config.rollout.loop_workers,
         "rollout.loop_workers",
         "must be 0 in a simulated run, whose rollouts run in the coordinator's process",
     )
-    configuration.check(
+    config_lib.check(
         config.rollout.kv_transfer == "none",
         "rollout.kv_transfer",
         "must be 'none' in a simulated run; simulation.kv_cache says how its engines get a moved context",
     )
-    configuration.check(
+    config_lib.check(
         simulation.train_devices > 0, "simulation.train_devices", f"must be positive, not {simulation.train_devices}"
     )
 
@@ -325,7 +325,7 @@ def _store(simulation: SimulationConfig, models: Sequence[costs.Costs]) -> offlo
         return None
     for model in models:
         sheet = model.sheet if isinstance(model, costs.CostModel) else None
-        configuration.check(
+        config_lib.check(
             sheet is not None and sheet.host_memory_bytes > 0 and sheet.host_link_bytes_per_second > 0,
             "simulation.kv_cache",
             f"{sheet.name if sheet else simulation.hardware} has no host memory in its sheet; use 'recompute'",
@@ -334,18 +334,18 @@ def _store(simulation: SimulationConfig, models: Sequence[costs.Costs]) -> offlo
 
 
 def _mesh_and_planner(
-    config: configuration.RunConfig, simulation: SimulationConfig, model: costs.Costs
+    config: config_lib.RunConfig, simulation: SimulationConfig, model: costs.Costs
 ) -> tuple[trainer.OnMesh | None, planner.GlobalPlanner | None]:
     """Returns the trainer's mesh and the planner that changes it; None for each that the run does not have."""
     if not simulation.train_mesh:
-        configuration.check(
+        config_lib.check(
             not config.planner.period,
             "simulation.train_mesh",
             "is what a planner starts from: give (data, fsdp, tensor)",
         )
         return None, None
     # Costs that were fitted to a recording know the time of one mesh only, the recorded one.
-    configuration.check(
+    config_lib.check(
         isinstance(model, costs.CostModel), "simulation.train_mesh", "needs costs computed from a hardware sheet"
     )
     assert isinstance(model, costs.CostModel)

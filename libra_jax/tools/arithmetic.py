@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import thoughts
 
 TOOL = "calculator"
@@ -184,7 +185,7 @@ class Calculator:
 
     def __init__(self, max_characters: int = 120) -> None:
         good = isinstance(max_characters, int) and max_characters > 0
-        config.check(good, "tools.arguments.calculator.max_characters", f"must be positive, not {max_characters!r}")
+        config_lib.check(good, "tools.arguments.calculator.max_characters", f"must be positive, not {max_characters!r}")
         self._max_characters = max_characters
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.tools import schemas
 from libra_jax.utils import parent_death
 
@@ -113,7 +114,7 @@ _FORMER_KEYS = {
 """Keys of other or older forms of an entry, and what to write instead."""
 
 
-def entries(tools: config.ToolsConfig) -> dict[str, Entry]:
+def entries(tools: config_lib.ToolsConfig) -> dict[str, Entry]:
     """Returns the servers of `tools.mcp` and of the file `tools.mcp_file`, by name."""
     sources: list[tuple[object, str, bool]] = [(tools.mcp, "tools.mcp", True)] if tools.mcp else []
     if tools.mcp_file:
@@ -134,7 +135,7 @@ def entries(tools: config.ToolsConfig) -> dict[str, Entry]:
             raise protocols.ConfigError(f"config.{where}: must be of the form {_FORM}")
         for name, values in servers.items():
             twice = f"{tools.mcp_file and path} has the server {name!r}, which tools.mcp has, too"
-            config.check(name not in server_entries, "tools.mcp_file", twice)
+            config_lib.check(name not in server_entries, "tools.mcp_file", twice)
             server_entries[name] = Entry(values, f"{where}{'.' if in_config else ': '}mcpServers.{name}", in_config)
     return server_entries
 
@@ -153,7 +154,7 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
     for key, value in values.items():
         if key in _FOREIGN_KEYS:
             continue
-        config.check(key not in _FORMER_KEYS, where, f"there is no {key!r}; {_FORMER_KEYS.get(key, '')}")
+        config_lib.check(key not in _FORMER_KEYS, where, f"there is no {key!r}; {_FORMER_KEYS.get(key, '')}")
         if key == "command" and isinstance(value, list | tuple) and value:
             correction = {"command": value[0], "args": list(value[1:])}
             raise protocols.ConfigError(
@@ -169,11 +170,13 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
     spec = Spec(**{**entry_settings, **arguments, **tuples})
     for key in ("seconds", "start_seconds"):
         seconds = getattr(spec, key)
-        config.check(0 < seconds < math.inf, f"{arguments_field}.{key}", f"must be positive and finite, not {seconds}")
-    config.check(bool(spec.command) != bool(spec.url), where, "needs either a command or a url")
+        config_lib.check(
+            0 < seconds < math.inf, f"{arguments_field}.{key}", f"must be positive and finite, not {seconds}"
+        )
+    config_lib.check(bool(spec.command) != bool(spec.url), where, "needs either a command or a url")
     # The standard form may leave the type out, as it follows from the other keys.
     kind = values.get("type", "stdio" if spec.command else "http")
-    config.check(
+    config_lib.check(
         bool(getattr(spec, _TYPES.get(kind, ""), "")),
         f"{where}.type",
         f"{kind!r} does not fit; a server of a command is of type 'stdio', one of a url of type 'http' (streamable "
@@ -182,11 +185,11 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
     _check_texts(where, spec, entry.in_config)
     if spec.url:
         return spec
-    config.check(not spec.headers, f"{where}.headers", "are for a url, and this server has a command")
+    config_lib.check(not spec.headers, f"{where}.headers", "are for a url, and this server has a command")
     folder = fill_references(spec.cwd) or "."
-    config.check(os.path.isdir(folder), f"{where}.cwd", f"there is no folder {folder}")
+    config_lib.check(os.path.isdir(folder), f"{where}.cwd", f"there is no folder {folder}")
     program = shutil.which(fill_references(spec.command), path=_environment(spec)["PATH"])
-    config.check(
+    config_lib.check(
         program is not None, f"{where}.command", f"there is no program {spec.command!r}; install it or give its path"
     )
     return spec
@@ -205,7 +208,7 @@ def _check_value(where: str, key: str, value: object, kinds: _Kinds) -> None:
         good = good and all(isinstance(item, str) for pair in value.items() for item in pair)
     elif isinstance(value, list | tuple):
         good = good and all(isinstance(item, str) for item in value)
-    config.check(good, f"{where}.{key}", f"must be {description}, not {value!r}")
+    config_lib.check(good, f"{where}.{key}", f"must be {description}, not {value!r}")
 
 
 def _check_texts(where: str, spec: Spec, in_config: bool) -> None:
@@ -215,7 +218,7 @@ def _check_texts(where: str, spec: Spec, in_config: bool) -> None:
     """
     for text in (spec.command, *spec.args, *spec.env.values(), spec.cwd, spec.url, *spec.headers.values()):
         for name, default in _REFERENCE.findall(text):
-            config.check(
+            config_lib.check(
                 bool(os.environ.get(name) or default),
                 where,
                 f"refers to the environment variable {name}, which is not set where the server is started",
@@ -224,18 +227,18 @@ def _check_texts(where: str, spec: Spec, in_config: bool) -> None:
         problem = (
             f"{bad_reference and bad_reference[0]} cannot be filled in here; write ${{NAME}} of an environment variable"
         )
-        config.check(bad_reference is None, where, problem)
+        config_lib.check(bad_reference is None, where, problem)
     if not spec.url:
         return
     parts = urllib.parse.urlsplit(fill_references(spec.url))
     good = parts.scheme in ("http", "https") and bool(parts.netloc)
-    config.check(good, f"{where}.url", f"{spec.url!r} must be of the form http://HOST:PORT/PATH")
-    config.check(
+    config_lib.check(good, f"{where}.url", f"{spec.url!r} must be of the form http://HOST:PORT/PATH")
+    config_lib.check(
         not (spec.args or spec.env or spec.cwd), where, "args, env and cwd are for a command, and this server has a url"
     )
     for name, value in spec.headers.items():
         secret = in_config and name.lower() == "authorization" and not _REFERENCE.search(value)
-        config.check(
+        config_lib.check(
             not secret,
             f"{where}.headers",
             f"must not hold {name!r} in the clear, which would be written out with the config; put the secret in an "

@@ -23,7 +23,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.tools import mcp_connection, toolbox
 from libra_jax.utils import call_deadlines
 
@@ -148,7 +149,7 @@ class Server:
                     unknown = [name for name in self._spec.only if name not in names]
                     lacking = f"the server has no tool {unknown[0] if unknown else ''!r}"
                     only = f"tools.arguments.{self.name}.only"
-                    config.check(not unknown, only, f"{lacking}; it has {', '.join(names) or 'none'}")
+                    config_lib.check(not unknown, only, f"{lacking}; it has {', '.join(names) or 'none'}")
                     prefix = f"{self.name}_" if self._spec.prefix else ""
                     offered = [tool for tool in connection.tools if tool.name in (self._spec.only or names)]
                     self._tools = [

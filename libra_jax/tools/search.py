@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.tools import bm25, toolbox
 from libra_jax.utils import call_deadlines, resolving, scratch, tables
 
@@ -109,24 +110,28 @@ class Search:
         problem = (
             'name a .jsonl, .parquet or .csv file of passages, or in source a "package.module:factory", and not both'
         )
-        config.check(bool(path) != bool(source), f"{FIELD}.path", problem)
-        config.check(
+        config_lib.check(bool(path) != bool(source), f"{FIELD}.path", problem)
+        config_lib.check(
             bool(path) or not index, f"{FIELD}.index", "is kept for a file (path); that of a source is not kept"
         )
-        config.check(bool(text_column), f"{FIELD}.text_column", "is empty: name the column of the passages' texts")
+        config_lib.check(bool(text_column), f"{FIELD}.text_column", "is empty: name the column of the passages' texts")
         _check_factory(source, source_arguments, "source")
         _check_factory(embed, embed_arguments, "embed")
-        config.check(bool(vectors) == bool(embed), f"{FIELD}.vectors", "need embed, and embed needs them; name both")
+        config_lib.check(
+            bool(vectors) == bool(embed), f"{FIELD}.vectors", "need embed, and embed needs them; name both"
+        )
         for name, value, minimum in (("results", results, 1), ("effort", effort, 0), ("at_once", at_once, 1)):
             is_integer = isinstance(value, int) and not isinstance(value, bool)
-            config.check(
+            config_lib.check(
                 is_integer and value >= minimum, f"{FIELD}.{name}", f"must be {minimum} or more, not {value!r}"
             )
         max_words = bm25.MOST_SNIPPET_WORDS
         good = isinstance(snippet_words, int) and 0 < snippet_words <= max_words
-        config.check(good, f"{FIELD}.snippet_words", f"must lie in 1..{max_words}, not {snippet_words!r}")
+        config_lib.check(good, f"{FIELD}.snippet_words", f"must lie in 1..{max_words}, not {snippet_words!r}")
         for name, allowed in (("seconds", seconds), ("build_seconds", build_seconds)):
-            config.check(0 < allowed < float("inf"), f"{FIELD}.{name}", f"must be positive and finite, not {allowed}")
+            config_lib.check(
+                0 < allowed < float("inf"), f"{FIELD}.{name}", f"must be positive and finite, not {allowed}"
+            )
         self._path, self._index_path = path, index
         self._source, self._source_arguments = source, dict(source_arguments or {})
         self._vectors_path, self._embed, self._embed_arguments = vectors, embed, dict(embed_arguments or {})
@@ -232,7 +237,7 @@ class Search:
         It compares size and time of the corpus, then its content.
         """
         file = Path(self._path)
-        config.check(
+        config_lib.check(
             not file.is_dir(),
             f"{FIELD}.path",
             f"{file} is a folder; name a .jsonl, .parquet or .csv file, or a factory of the passages in {FIELD}.source",
@@ -359,7 +364,7 @@ class Search:
 
 def _check_factory(name: str, arguments: Mapping[str, Any] | None, argument: str) -> None:
     """Checks that the factory exists and takes the arguments."""
-    config.check(bool(name) or not arguments, f"{FIELD}.{argument}_arguments", f"are for {argument}; it is empty")
+    config_lib.check(bool(name) or not arguments, f"{FIELD}.{argument}_arguments", f"are for {argument}; it is empty")
     if name:
         factory = resolving.resolve(name, f"{FIELD}.{argument}")
         resolving.check_arguments(factory, name, arguments or {}, f"{FIELD}.{argument}_arguments")

@@ -13,7 +13,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.tools import schemas
 from libra_jax.tools.sandbox import limits, pool
 from libra_jax.utils import resolving, user_code, user_values
@@ -47,7 +48,7 @@ class Tool(Protocol):
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn | str:
         """Does it. What the policy got wrong is a return with status "failure". A string is one with "success".
 
-        An exception is a failure, too, whose type and message the policy reads (`config.ToolsConfig.exceptions`). A
+        An exception is a failure, too, whose type and message the policy reads (`config_lib.ToolsConfig.exceptions`). A
         `protocols.LibraError`, such as `WorkerLost`, is infrastructure: the rollout begins again.
         """
         ...
@@ -61,7 +62,7 @@ def check_kind(tool: Any) -> None:
     """Refuses an object that is no `Tool`; what its other attributes hold is looked at later."""
     lacking = [name for name in ("name", "description", "parameters", "call") if not hasattr(tool, name)]
     type_name = f"{type(tool).__module__}.{type(tool).__qualname__}"
-    config.check(
+    config_lib.check(
         not lacking,
         "tools.use",
         f"a tool of type {type_name} has no {' and no '.join(lacking)}; tools have name, description, parameters (a "
@@ -74,7 +75,7 @@ def check_call(call: Any, tool: str) -> None:
     """Refuses a `call` of a tool, or of a tool's class, that is no async function."""
     inner = inspect.unwrap(call) if callable(call) else call
     awaited = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-    config.check(awaited, "tools.use", f"call of the tool {tool} is no async method; write {CALL}")
+    config_lib.check(awaited, "tools.use", f"call of the tool {tool} is no async method; write {CALL}")
 
 
 class Toolbox:
@@ -100,7 +101,7 @@ class Toolbox:
         in_session: Collection[str] = (),
         exceptions: str = "failure",
     ) -> None:
-        config.check(most_characters > 0, "tools.most_characters", f"must be positive, not {most_characters}")
+        config_lib.check(most_characters > 0, "tools.most_characters", f"must be positive, not {most_characters}")
         self.session = session
         self._counts = user_values.counts.get(collections.Counter())
         self._in_session = frozenset(in_session)
@@ -109,22 +110,24 @@ class Toolbox:
         self._most_characters = most_characters
         for tool in tools:
             check_kind(tool)
-            config.check(
+            config_lib.check(
                 tool.name not in self._tools,
                 "tools",
                 f"two tools have the name {tool.name!r}; rename one (an MCP server's: 'prefix': True in "
                 "tools.arguments under the server's name)",
             )
             named = isinstance(tool.name, str) and _NAME.fullmatch(tool.name)
-            config.check(bool(named), "tools", f"{tool.name!r} is no name of a tool: take letters, digits, _ - . : /")
+            config_lib.check(
+                bool(named), "tools", f"{tool.name!r} is no name of a tool: take letters, digits, _ - . : /"
+            )
             schema = tool.parameters
             good = isinstance(schema, Mapping) and schema.get("type") == "object"
-            config.check(good, "tools", f"the parameters of {tool.name!r} must be a JSON schema of type object")
+            config_lib.check(good, "tools", f"the parameters of {tool.name!r} must be a JSON schema of type object")
             try:
                 problem = schemas.problem_of(json.dumps(dict(schema)))
             except (TypeError, ValueError, RecursionError) as error:
                 problem = str(error)
-            config.check(not problem, "tools", f"the parameters of {tool.name!r} are no JSON schema: {problem}")
+            config_lib.check(not problem, "tools", f"the parameters of {tool.name!r} are no JSON schema: {problem}")
             # Every check lies before the first rollout, whose policy could do nothing about a broken tool.
             self._tools[tool.name] = tool
         self.any_eager = any(map(self.eager, self._tools))

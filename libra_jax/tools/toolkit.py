@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, cast, runtime_checkable
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import formats
 from libra_jax.tools import mcp_connection, mcp_server, toolbox
 from libra_jax.tools.sandbox import pool
@@ -78,7 +79,7 @@ class Toolkit:
     Args:
       tools: Names of the tools, their arguments, and the format of calls.
       sandbox: Settings of the sandboxes where code runs.
-      call_seconds: Seconds that an environment may give the calls of one step (`config.TaskConfig.call_seconds`).
+      call_seconds: Seconds that an environment may give the calls of one step (`config_lib.TaskConfig.call_seconds`).
         Infinite means as long as the environment's caller waits.
 
     Attributes:
@@ -91,7 +92,7 @@ class Toolkit:
     """
 
     def __init__(
-        self, tools: config.ToolsConfig, sandbox: config.SandboxConfig, call_seconds: float = math.inf
+        self, tools: config_lib.ToolsConfig, sandbox: config_lib.SandboxConfig, call_seconds: float = math.inf
     ) -> None:
         self._config, self._sandbox_config = tools, sandbox
         self.call_seconds = call_seconds
@@ -103,7 +104,7 @@ class Toolkit:
         config_servers = [name for name, entry in self._servers.items() if entry.in_config]
         for field, named in (("tools.arguments", list(tools.arguments)), ("tools.mcp", config_servers)):
             for name in named:
-                config.check(name in tools.use, field, f"has {name!r}, which tools.use does not name")
+                config_lib.check(name in tools.use, field, f"has {name!r}, which tools.use does not name")
         self.schemas: list[dict[str, Any]] = []
         self._of_session: list[Callable[[pool.Session], toolbox.Tool]] = []
         self._shared: list[tuple[str, Shared | toolbox.Tool]] = []
@@ -119,7 +120,7 @@ class Toolkit:
         if name in self._servers:
             self._shared.append((name, mcp_server.Server(name, self._servers[name], arguments)))
             return
-        config.check(
+        config_lib.check(
             ":" in name or name in SHORT_NAMES,
             "tools.use",
             f"there is no tool {name!r}; there are {', '.join((*SHORT_NAMES, *self._servers))}, and your own as "

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.protocols import TrainerProcess, TrainingSide
 from libra_jax.utils import deadlines, typed_clients
@@ -184,7 +184,7 @@ class TrainerClient:
       lost: error that ended the trainer; None while it lives. A lost trainer is not called.
     """
 
-    def __init__(self, processes: TrainerProcesses, limits: configuration.DeadlineConfig) -> None:
+    def __init__(self, processes: TrainerProcesses, limits: config_lib.DeadlineConfig) -> None:
         self.lock = asyncio.Lock()
         self.lost: BaseException | None = None
         self._processes = processes

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.trainer_control import client
 from libra_jax.utils import deadlines, run_context
@@ -146,7 +146,7 @@ class Handover:
 
     def __init__(
         self,
-        limits: configuration.DeadlineConfig,
+        limits: config_lib.DeadlineConfig,
         *,
         serving: client.TrainerClient,
         successor: client.TrainerClient,

@@ -24,7 +24,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.trainer_control import client, resize
 from libra_jax.utils import run_context, turns
@@ -303,7 +303,7 @@ class Recovery:
         self._phases[phase] += self._clock() - start
 
 
-def _why_not(config: configuration.RunConfig) -> str:
+def _why_not(config: config_lib.RunConfig) -> str:
     """Returns why a lost trainer of this run cannot be restarted; empty if it can."""
     if not config.trainer.restarts:
         return "config.trainer.restarts is 0"

@@ -191,7 +191,7 @@ def keep_float32(platform: str, compute_dtype: str) -> None:
 
     Args:
       platform: JAX's platform name: "cpu", "gpu" or "tpu". CPUs always compute in float32.
-      compute_dtype: compute dtype of the model, as in `config.ModelConfig`.
+      compute_dtype: compute dtype of the model, as in `config_lib.ModelConfig`.
     """
     if platform != "cpu" and compute_dtype == "float32" and jax.config.jax_default_matmul_precision is None:
         jax.config.update("jax_default_matmul_precision", "highest")

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.utils import turns
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ def noticing(silent: Callable[[], None]) -> Iterator[None]:
             timer.cancel()
 
 
-async def limited(limits: config.DeadlineConfig, limit: Limit, awaitable: Awaitable[T], worker_and_what: str) -> T:
+async def limited(limits: config_lib.DeadlineConfig, limit: Limit, awaitable: Awaitable[T], worker_and_what: str) -> T:
     """Awaits a worker for at most `config.deadlines.<limit>` seconds. Raises the errors of `within`."""
     return await within(getattr(limits, limit), awaitable, worker_and_what, limit)
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.utils import user_code
 
 GIVEN = "given"
@@ -113,7 +114,7 @@ def give(target: Any, field: str, *, name: str = "", text: str = "") -> str:
       name: Readable name of the object. Empty: the object's own name.
       text: Text that identifies the object's content. A change makes it a different object. Empty: its source code.
     """
-    config.check(callable(target), field, f"{target!r} is not callable")
+    config_lib.check(callable(target), field, f"{target!r} is not callable")
     module, qualified_name = getattr(target, "__module__", ""), getattr(target, "__qualname__", type(target).__name__)
     # Only if the name leads back to this very object: a local one, or one that was replaced, has no name to import.
     if module not in ("", "__main__", "builtins") and getattr(sys.modules.get(module), qualified_name, None) is target:
@@ -172,18 +173,18 @@ def resolve(name: str, field: str, *, asynchronous: bool = False) -> Callable[..
         is not a plain callable.
     """
     module_name, _, attribute = name.partition(":")
-    config.check(bool(module_name and attribute), field, f'{name!r} must have the form "package.module:factory"')
+    config_lib.check(bool(module_name and attribute), field, f'{name!r} must have the form "package.module:factory"')
     if module_name == GIVEN:
-        config.check(
+        config_lib.check(
             attribute in _given,
             field,
             f"{name!r} is an object that a Python program handed to libra_jax.train; only that program knows it. Call "
             "train from there again, or put the object into a module and name it here",
         )
         return cast("Callable[..., Any]", _given[attribute])
-    config.check(module_name not in _REMOVED, field, _REMOVED.get(module_name, ""))
+    config_lib.check(module_name not in _REMOVED, field, _REMOVED.get(module_name, ""))
     present = _present_name(module_name)
-    config.check(not present, field, f"{module_name} has moved; name it {present}:{attribute}")
+    config_lib.check(not present, field, f"{module_name} has moved; name it {present}:{attribute}")
     # A Python script has its own folder on the path instead of the working directory.
     # Appended, not inserted: a user's file must not hide a module of the standard library.
     if os.getcwd() not in sys.path:
@@ -213,8 +214,8 @@ def resolve(name: str, field: str, *, asynchronous: bool = False) -> Callable[..
         candidates = [key for key in names if getattr(vars(module)[key], "__module__", "") == module_name]
         hint = _nearest(attribute, names) or (f"; it has {', '.join(candidates[:MOST_TOLD])}" if candidates else "")
         raise protocols.ConfigError(f"config.{field}: {module_name} has no {attribute!r}{hint}")
-    config.check(callable(target), field, f"{name!r} is not callable")
-    config.check(
+    config_lib.check(callable(target), field, f"{name!r} is not callable")
+    config_lib.check(
         asynchronous or not inspect.iscoroutinefunction(target),
         field,
         f"{name!r} is async; a factory must be a plain function",

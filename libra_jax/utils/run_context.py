@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 
 
@@ -26,7 +26,7 @@ class RunContext:
       fencing: the run's fencing token in its workdir. A later token ends the run. None disables fencing.
     """
 
-    config: configuration.RunConfig
+    config: config_lib.RunConfig
     cluster: protocols.Cluster
     recorder: protocols.Recorder
     workdir: Path

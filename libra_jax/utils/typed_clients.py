@@ -6,7 +6,7 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.utils import deadlines
 
@@ -66,7 +66,7 @@ class ActorClient:
         self,
         cluster: protocols.Cluster,
         spec: protocols.ActorSpec,
-        limits: configuration.DeadlineConfig,
+        limits: config_lib.DeadlineConfig,
         *,
         kind: str = "",
     ) -> None:

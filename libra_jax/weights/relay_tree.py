@@ -27,7 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.utils import deadlines, typed_clients
 
@@ -120,7 +120,7 @@ class RelayTree:
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        config: config_lib.RunConfig,
         *,
         cluster: protocols.Cluster,
         specs: Mapping[int, protocols.ActorSpec],

@@ -1,10 +1,10 @@
 """A run on accelerators whose programs the gates compile: bfloat16, packed rows, random weights."""
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 
-def get_config() -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config() -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.model.compute_dtype = "bfloat16"
     config.model.remat = "dots"
     config.trainer.row_tokens = 8192

@@ -4,7 +4,8 @@ import inspect
 
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.algorithms import baselines, batch_statistics, estimators, losses
 from libra_jax.config import arguments
 
@@ -13,7 +14,7 @@ FUNCTIONS = [
     *estimators._BUILT_IN.items(),
     *baselines._BUILT_IN.items(),
     *losses._BUILT_IN.items(),
-    *((name, getattr(batch_statistics, name)) for name in config.BATCH_LOSSES),
+    *((name, getattr(batch_statistics, name)) for name in config_lib.BATCH_LOSSES),
 ]
 
 
@@ -47,4 +48,4 @@ def test_the_table_has_the_arguments_of_every_function_and_takes_their_defaults(
 )
 def test_arguments_that_a_built_in_function_does_not_take_are_refused_by_the_config(settings, sentence):
     with pytest.raises(protocols.ConfigError, match=rf"algorithm\.\w+_arguments: .*{sentence}"):
-        config.AlgorithmConfig(**settings)
+        config_lib.AlgorithmConfig(**settings)

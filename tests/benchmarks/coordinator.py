@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from benchmarks import workload
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.cluster import create as cluster_create
@@ -99,10 +99,10 @@ async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess"
       backend: of the cluster, which makes the engine.
       rounds: measured one after the other; with more than one, another goes before and is not counted.
     """
-    config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(slots=CONCURRENT, max_context=MAX_CONTEXT, max_tokens=shape.tokens),
-        trainer=configuration.TrainerConfig(row_tokens=MAX_CONTEXT),
-        cluster=configuration.ClusterConfig(backend=backend),
+    config = config_lib.RunConfig(
+        rollout=config_lib.RolloutConfig(slots=CONCURRENT, max_context=MAX_CONTEXT, max_tokens=shape.tokens),
+        trainer=config_lib.TrainerConfig(row_tokens=MAX_CONTEXT),
+        cluster=config_lib.ClusterConfig(backend=backend),
     )
     cluster = cluster_create.create(config.cluster)
     run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())

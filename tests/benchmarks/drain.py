@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import weight_sync as weights_source
 from benchmarks import workload
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import dispatch, instances, parts, weight_sync
@@ -49,8 +49,8 @@ async def measure() -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise protocols.ConfigError("this is measured on two cores, and this process may use one: widen its affinity")
-    config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(
+    config = config_lib.RunConfig(
+        rollout=config_lib.RolloutConfig(
             tensor_parallel=(1, 1),
             slots=SLOTS,
             max_context=256,

@@ -18,7 +18,7 @@ from support import cli
 from absl import flags
 from scipy import stats
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.simulator import comparison, results, settings
 
 WORKLOADS = ("swe", "search", "math")
@@ -94,7 +94,7 @@ def _run(workload: str, seed: int, changes: Mapping[str, object]) -> Run:
     given = {"seed": seed, "steps": _STEPS.value, **changes}
     overrides = [f"--config.{name}={value}" for name, value in given.items()]
     read = cli.read_config(settings.SimulatedRun, f"configs/simulate.py:{workload}", overrides)
-    run = comparison.prepare(configuration.parse(settings.SimulatedRun, configuration.to_dict(read)), ["cmlfq"])
+    run = comparison.prepare(config_lib.parse(settings.SimulatedRun, config_lib.to_dict(read)), ["cmlfq"])
     recorder = results.TraceRecorder()
     result = comparison.simulate(run, recorder)
     drawn, groups = comparison.workload(run), run.coordinator.groups_per_step * run.steps

@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import app, flags
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import create
 from libra_jax.data import dividing, packing, sequences
@@ -31,9 +31,9 @@ VOCABULARY, VERSION, ROUNDS = 150_000, 5, 5
 MANY = 2_048
 """Groups of the batch of short rollouts."""
 
-CONFIG = configuration.RunConfig(
-    rollout=configuration.RolloutConfig(max_context=24_576),
-    trainer=configuration.TrainerConfig(row_tokens=24_576, rows_per_micro_batch=16),
+CONFIG = config_lib.RunConfig(
+    rollout=config_lib.RolloutConfig(max_context=24_576),
+    trainer=config_lib.TrainerConfig(row_tokens=24_576, rows_per_micro_batch=16),
 )
 ROWS = CONFIG.trainer.micro_batch_rows
 
@@ -82,7 +82,7 @@ def shares(processes: int) -> Sequence[Sequence[int]]:
 
 async def handed_over(made: protocols.TrainBatch, processes: int, *, divided: bool) -> tuple[float, float]:
     """Returns the seconds until all processes have arrays of the batch, and the caller's CPU seconds; medians."""
-    cluster = create.create(configuration.ClusterConfig(backend="ray"))
+    cluster = create.create(config_lib.ClusterConfig(backend="ray"))
     try:
         specs = [
             protocols.ActorSpec(f"trainer.{number}", "tests.benchmarks.handover:Receiver", {}, cpus=0.1)

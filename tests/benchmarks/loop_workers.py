@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from absl import app, flags
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.cluster import inprocess
@@ -138,12 +138,12 @@ def agent(shape: Shape) -> rollouts.RolloutAgent:
 # The processes with workers -------------------------------------------------------------------------------------------
 
 
-def hold(pipe: connection.Connection, config: configuration.RunConfig, shape: Shape, count: int) -> None:
+def hold(pipe: connection.Connection, config: config_lib.RunConfig, shape: Shape, count: int) -> None:
     """Holds workers until told to end; sends their addresses first."""
     asyncio.run(_hold(pipe, config, shape, count))
 
 
-async def _hold(pipe: connection.Connection, config: configuration.RunConfig, shape: Shape, count: int) -> None:
+async def _hold(pipe: connection.Connection, config: config_lib.RunConfig, shape: Shape, count: int) -> None:
     @contextlib.asynccontextmanager
     async def opened(run: run_context.RunContext) -> AsyncIterator[rollouts.RolloutAgent]:
         yield agent(shape)
@@ -211,10 +211,10 @@ class Figures:
 
 def measure(shape: Shape, *, workers: int, live: int, seconds: float, holders: int = 2) -> Figures:
     """Runs rollouts for twice `seconds`, and returns what was spent in the second half."""
-    config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(engine="fake", max_context=CONTEXT, max_tokens=shape.tokens),
-        task=configuration.TaskConfig(max_turns=shape.turns + 1),
-        trainer=configuration.TrainerConfig(row_tokens=CONTEXT),
+    config = config_lib.RunConfig(
+        rollout=config_lib.RolloutConfig(engine="fake", max_context=CONTEXT, max_tokens=shape.tokens),
+        task=config_lib.TaskConfig(max_turns=shape.turns + 1),
+        trainer=config_lib.TrainerConfig(row_tokens=CONTEXT),
     )
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -240,7 +240,7 @@ def measure(shape: Shape, *, workers: int, live: int, seconds: float, holders: i
 
 async def _measure(
     shape: Shape,
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
     addresses: Sequence[protocols.WorkerAddress],
     live: int,
     seconds: float,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import parts
@@ -64,12 +64,12 @@ def _write_model(path: Path) -> model_config.TransformerConfig:
     return shape
 
 
-def _config(model: Path) -> configuration.RunConfig:
-    return configuration.RunConfig(
-        model=configuration.ModelConfig(path=str(model)),
-        rollout=configuration.RolloutConfig(max_context=TOKENS, max_tokens=64, checksum=True),
-        trainer=configuration.TrainerConfig(platform="cpu", row_tokens=TOKENS, rows_per_micro_batch=2),
-        cluster=configuration.ClusterConfig(backend="ray"),
+def _config(model: Path) -> config_lib.RunConfig:
+    return config_lib.RunConfig(
+        model=config_lib.ModelConfig(path=str(model)),
+        rollout=config_lib.RolloutConfig(max_context=TOKENS, max_tokens=64, checksum=True),
+        trainer=config_lib.TrainerConfig(platform="cpu", row_tokens=TOKENS, rows_per_micro_batch=2),
+        cluster=config_lib.ClusterConfig(backend="ray"),
     )
 
 
@@ -77,7 +77,7 @@ class _Bench:
     """A trainer on one core, and what is to move on the other."""
 
     def __init__(
-        self, config: configuration.RunConfig, cluster: protocols.Cluster, workdir: Path, cores: tuple[int, int]
+        self, config: config_lib.RunConfig, cluster: protocols.Cluster, workdir: Path, cores: tuple[int, int]
     ) -> None:
         self._config = config
         self._cluster = cluster
@@ -93,7 +93,7 @@ class _Bench:
     def _make(self, core: int) -> client.MakeProcess:
         trainer = dataclasses.replace(self._config.trainer, cores=(core,))
         arguments = {
-            "config": configuration.to_dict(dataclasses.replace(self._config, trainer=trainer)),
+            "config": config_lib.to_dict(dataclasses.replace(self._config, trainer=trainer)),
             "workdir": str(self._workdir),
         }
         spec = protocols.ActorSpec(
@@ -154,7 +154,7 @@ class _Bench:
             "hybrid-0",
             "libra_jax.training.training_side:create",
             {
-                "config": configuration.to_dict(self._config),
+                "config": config_lib.to_dict(self._config),
                 "workdir": str(self._workdir),
                 "name": MEMBER,
                 "cores": self._cores[:1],

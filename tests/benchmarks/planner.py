@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.planning.forecast import forecast
 from libra_jax.planning.search import search
 from libra_jax.simulator import comparison, scripts, settings
@@ -47,7 +47,7 @@ def sample() -> tuple[settings.SimulatedRun, list[scripts.Script]]:
     """The run of configs/simulate.py, and all of its attempts."""
     from configs import simulate  # found from where scripts are launched, once they run
 
-    run = configuration.checked(simulate.get_config("swe"))
+    run = config_lib.checked(simulate.get_config("swe"))
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
     return run, [
         workload.script(task, sample) for task in range(groups) for sample in range(run.coordinator.group_size)

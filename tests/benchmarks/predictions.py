@@ -27,7 +27,7 @@ from support import cli
 
 from absl import flags
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning.costs import request_costs
 from libra_jax.planning.forecast import forecast
@@ -153,8 +153,8 @@ def run_of(workload: str, seed: int, plan: protocols.Plan | None = None) -> sett
     config.rollout.slots, config.trainer.row_tokens = SLOTS_AND_ROWS[workload]
     config.rollout.max_context = config.trainer.row_tokens
     config.steps, config.seed = STEPS, seed
-    values = configuration.to_dict(configuration.checked(config))
-    return configuration.parse(settings.SimulatedRun, values if plan is None else plans.applied(values, plan))
+    values = config_lib.to_dict(config_lib.checked(config))
+    return config_lib.parse(settings.SimulatedRun, values if plan is None else plans.applied(values, plan))
 
 
 def work_of(run: settings.SimulatedRun) -> forecast.Work:

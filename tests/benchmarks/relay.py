@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import bridge, workload
 from benchmarks import weight_sync as sync_benchmark
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import instances, parts, weight_sync
@@ -37,9 +37,9 @@ async def measure(rounds: int) -> dict[str, Any]:
 
     The first round is not counted.
     """
-    config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25),
-        cluster=configuration.ClusterConfig(backend="ray"),
+    config = config_lib.RunConfig(
+        rollout=config_lib.RolloutConfig(slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25),
+        cluster=config_lib.ClusterConfig(backend="ray"),
     )
     spec = workload.engine_spec(sync_benchmark.NAMES[0], config, models_config.to_hf(bridge.SHAPE))
     cluster = cluster_create.create(config.cluster)

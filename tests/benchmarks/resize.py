@@ -56,7 +56,7 @@ def measure() -> dict[str, Any]:
 def _child() -> dict[str, Any]:
     import jax
 
-    from libra_jax import config as configuration
+    from libra_jax import config as config_lib
     from libra_jax.data import packing
     from libra_jax.data import sequences as sequences_lib
     from libra_jax.models import config as model_config
@@ -67,11 +67,9 @@ def _child() -> dict[str, Any]:
 
     shape = models.hundred_million()
     data, fsdp, tensor = LARGE
-    config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(max_context=128, max_tokens=64),
-        trainer=configuration.TrainerConfig(
-            data=data, fsdp=fsdp, tensor=tensor, row_tokens=128, rows_per_micro_batch=4
-        ),
+    config = config_lib.RunConfig(
+        rollout=config_lib.RolloutConfig(max_context=128, max_tokens=64),
+        trainer=config_lib.TrainerConfig(data=data, fsdp=fsdp, tensor=tensor, row_tokens=128, rows_per_micro_batch=4),
     )
     learner = learner_lib.Learner(config, shape, jax.devices())
     learner.begin(state.random_params(shape, learner.layout, 0))

@@ -26,7 +26,7 @@ from support import cli
 
 import psutil
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import registry
 from tests.benchmarks import compiled
@@ -132,7 +132,7 @@ def _measured(policy: str, returns: int) -> dict[str, Any]:
 
     Memory is the process's resident set, which has what the load itself keeps of each request in it.
     """
-    config = configuration.SchedulerConfig(policy=policy, max_remaining_tokens=BOUNDS, ageing_seconds=1e9)
+    config = config_lib.SchedulerConfig(policy=policy, max_remaining_tokens=BOUNDS, ageing_seconds=1e9)
     load = Load(registry.create(config))
     load.nanoseconds.clear()
     load.returns(returns)

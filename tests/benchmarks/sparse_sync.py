@@ -26,7 +26,7 @@ from absl import app, flags
 import libra_jax
 from benchmarks import bridge
 from configs import quickstart
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
 from libra_jax.models import config as models_config
@@ -110,10 +110,10 @@ async def seconds(share: float, rounds: int) -> dict[str, float]:
     shape = bridge.SHAPE
     kept = snapshot.HostSnapshot(shape, "bfloat16", CHUNK_BYTES, True)
     kept.open(0, transformer.init_params(shape, jax.random.key(0), "float32"))
-    cluster = cluster_create.create(configuration.ClusterConfig(backend="ray"))
+    cluster = cluster_create.create(config_lib.ClusterConfig(backend="ray"))
     trees, spent, sent = {}, {"whole": list[float](), "differences": list[float]()}, []
     for way, every in (("whole", 1), ("differences", NEVER)):
-        config = configuration.RunConfig(rollout=configuration.RolloutConfig(full_sync_every=every))
+        config = config_lib.RunConfig(rollout=config_lib.RolloutConfig(full_sync_every=every))
         specs = {host: _relay(f"{way}-{host}", host) for host in (0, 1)}
         recorder = memory.MemoryRecorder()
         trees[way] = relay_tree.RelayTree(config, cluster=cluster, specs=specs, recorder=recorder)

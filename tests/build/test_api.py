@@ -13,16 +13,17 @@ import pytest
 
 import libra_jax
 from configs import simulate
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.build import api, dry_run, evaluating, objects, planned, serving, wiring
 from libra_jax.simulator import report, scripts
 
 QUESTIONS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(20)]
 
 
-def small(steps: int = 2) -> config.RunConfig:
+def small(steps: int = 2) -> config_lib.RunConfig:
     """Returns a run with the fake engine, which takes seconds."""
-    run = config.RunConfig(name="mine", steps=steps)
+    run = config_lib.RunConfig(name="mine", steps=steps)
     run.rollout.engine, run.rollout.max_context, run.rollout.max_tokens = "fake", 128, 16
     run.trainer.platform, run.trainer.row_tokens = "cpu", 128
     run.coordinator.groups_per_step, run.coordinator.group_size = 2, 4
@@ -85,7 +86,7 @@ def test_the_awaited_form_trains_on_the_callers_loop(tmp_path):
 def test_a_table_of_metrics_has_what_only_some_steps_have(tmp_path):
     with pytest.raises(protocols.DataError, match=r"workdir: .* holds no config\.json"):
         libra_jax.load(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(small())))
+    (tmp_path / "config.json").write_text(json.dumps(config_lib.to_dict(small())))
     lines = '{"step": 1, "a": 1}', '{"step": 2, "a": 2.5, "b": null, "nonfinite": {"b": "inf"}}', '{"step": 3, "a'
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     columns = libra_jax.load(tmp_path).metrics.to_pydict()
@@ -176,7 +177,7 @@ def test_an_exit_of_a_task_that_user_code_started_is_an_error(call, monkeypatch)
 def test_an_edited_object_begins_another_run_and_an_importable_one_keeps_its_name():
     first = objects.with_objects(small(), reward=lambda task, text: 1.0)
     second = objects.with_objects(small(), reward=lambda task, text: 2.0)
-    assert config.digest(first) != config.digest(second)
+    assert config_lib.digest(first) != config_lib.digest(second)
     named = objects.with_objects(small(), environment=json.JSONDecoder)  # any class that a module holds
     assert named.task.environment == "json.decoder:JSONDecoder"
 
@@ -276,7 +277,7 @@ def test_what_is_no_config_is_refused():
     with pytest.raises(protocols.ConfigError, match=r"config: must be a libra_jax\.config\.RunConfig, not a dict"):
         libra_jax.train({}, tasks=QUESTIONS)
     with pytest.raises(protocols.ConfigError, match=r"not the class RunConfig"):
-        libra_jax.train(config.RunConfig, tasks=QUESTIONS)
+        libra_jax.train(config_lib.RunConfig, tasks=QUESTIONS)
 
 
 def test_a_class_in_place_of_its_name_is_refused_with_the_name():
@@ -312,7 +313,7 @@ def test_a_plan_and_a_simulation_answer_as_the_scripts_do():
     assert (split.train.devices, split.plan.rollout_devices) == (4, 12)
     wanted = scripts.Wanted(4000)
     asked = planned.PlanRequest(hardware="h100", model="Qwen3-8B", accelerators=16, workload="search", lengths=wanted)
-    assert split == planned.case(config.to_dict(simulate.get_config()), asked).searched().best(16)
+    assert split == planned.case(config_lib.to_dict(simulate.get_config()), asked).searched().best(16)
     run = simulate.get_config("search")
     run.steps, run.coordinator.groups_per_step = 1, 2
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from configs import simulate
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import background_trials, planned, trial, wiring
 from libra_jax.models import config as model_config
@@ -26,7 +26,7 @@ TURNS = [scripts.Script(100, (protocols.Turn(100 + 20 * index),)) for index in r
 def case() -> planned.Case:
     config = simulate.get_config("math")
     config.coordinator.groups_per_step, config.coordinator.group_size = 2, 2
-    made = planned.case(configuration.to_dict(config), planned.PlanRequest(accelerators=16))
+    made = planned.case(config_lib.to_dict(config), planned.PlanRequest(accelerators=16))
     return dataclasses.replace(made, work=planned.Work.of(made.run, "test", TURNS))
 
 
@@ -109,10 +109,10 @@ def test_the_end_of_a_run_ends_the_child(case, module):
     assert not alive(pid)
 
 
-def run(**changes: object) -> configuration.RunConfig:
+def run(**changes: object) -> config_lib.RunConfig:
     planner = {"period": 2, "hardware": "a800", "simulate_top": 2}
     values = {"planner": planner, "rollout": {"tensor_parallel": (1, 1, 2)}, **changes}
-    return configuration.parse(configuration.RunConfig, values)
+    return config_lib.parse(config_lib.RunConfig, values)
 
 
 def test_a_real_run_has_a_planner_that_simulates():
@@ -130,6 +130,6 @@ def test_a_run_whose_plans_cannot_be_simulated_is_refused():
 def test_a_simulated_run_refuses_to_simulate_beside_itself():
     config = simulate.get_config("math")
     config.planner.period, config.planner.simulate_top = 2, 2
-    made = comparison.prepare(configuration.checked(config), ["cmlfq"])
+    made = comparison.prepare(config_lib.checked(config), ["cmlfq"])
     with pytest.raises(protocols.ConfigError, match=r"config\.planner\.simulate_top: a simulated run"):
         comparison.simulate(made)

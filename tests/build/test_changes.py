@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import scripts
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.build import changes, evaluating, workdirs
 from libra_jax.coordinator import checkpoints
 from libra_jax.telemetry import files, recorder
 from libra_jax.telemetry.report import sections
 from libra_jax.utils import checksums, resolving
 
-FASTER = config.OptimizerConfig(learning_rate=0.5)
+FASTER = config_lib.OptimizerConfig(learning_rate=0.5)
 
 
-def settings(**values: Any) -> config.RunConfig:
-    return dataclasses.replace(config.RunConfig(), **values)
+def settings(**values: Any) -> config_lib.RunConfig:
+    return dataclasses.replace(config_lib.RunConfig(), **values)
 
 
 def history(workdir: pathlib.Path) -> list[dict[str, Any]]:
@@ -48,12 +49,12 @@ def begun(tmp_path: pathlib.Path) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("name", "after", "values"),
     [
-        ("telemetry.port", 8080, {"telemetry": config.TelemetryConfig(port=8080)}),
-        ("gateway.port", 8081, {"gateway": config.GatewayConfig(port=8081)}),
-        ("deadlines.train_step", 60.0, {"deadlines": config.DeadlineConfig(train_step=60.0)}),
-        ("evaluation.every", 5, {"evaluation": config.EvaluationConfig(every=5)}),
-        ("checkpoint.every", 7, {"checkpoint": config.CheckpointConfig(every=7)}),
-        ("rollout.slots", 8, {"rollout": config.RolloutConfig(slots=8)}),
+        ("telemetry.port", 8080, {"telemetry": config_lib.TelemetryConfig(port=8080)}),
+        ("gateway.port", 8081, {"gateway": config_lib.GatewayConfig(port=8081)}),
+        ("deadlines.train_step", 60.0, {"deadlines": config_lib.DeadlineConfig(train_step=60.0)}),
+        ("evaluation.every", 5, {"evaluation": config_lib.EvaluationConfig(every=5)}),
+        ("checkpoint.every", 7, {"checkpoint": config_lib.CheckpointConfig(every=7)}),
+        ("rollout.slots", 8, {"rollout": config_lib.RolloutConfig(slots=8)}),
         ("steps", 400, {"steps": 400}),
     ],
 )
@@ -132,21 +133,21 @@ def test_a_change_that_was_not_allowed_is_refused_beside_one_that_was(begun):
 
 
 def test_another_models_preset_is_refused_whatever_is_allowed(begun):
-    other = settings(model=config.ModelConfig(preset="Qwen3-0.6B"))
+    other = settings(model=config_lib.ModelConfig(preset="Qwen3-0.6B"))
     with pytest.raises(protocols.ConfigError, match=r"another model: config\.model\.preset"):
         workdirs.open_workdir(other, str(begun), allow_changes=("model",))
 
 
-def model_of(folder: pathlib.Path, **values: Any) -> config.RunConfig:
+def model_of(folder: pathlib.Path, **values: Any) -> config_lib.RunConfig:
     """Settings whose model is in this folder, of the shape of the shipped preset but for some values."""
     shape = json.loads((scripts.ROOT / "libra_jax/models/presets/libra-tiny.json").read_text())
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shape | values))
-    return settings(model=config.ModelConfig(path=str(folder)))
+    return settings(model=config_lib.ModelConfig(path=str(folder)))
 
 
 def test_an_optimizer_of_another_state_is_refused_after_a_checkpoint(begun, tmp_path):
-    other = settings(optimizer=config.OptimizerConfig(name="sgd"))
+    other = settings(optimizer=config_lib.OptimizerConfig(name="sgd"))
     kept = stored(begun)
     with pytest.raises(protocols.ConfigError, match=r"a checkpoint that cannot follow: config\.optimizer\.name is"):
         workdirs.open_workdir(other, str(begun), allow_changes=("optimizer.name",))
@@ -216,7 +217,7 @@ def test_a_run_goes_on_whose_config_was_stored_under_former_names(begun):
     (begun / "config.json").write_text(json.dumps(values))
     workdirs.open_workdir(settings(), str(begun))
     with pytest.raises(protocols.ConfigError, match=r"config\.coordinator\.max_staleness is 0 there and 1 here"):
-        workdirs.open_workdir(settings(coordinator=config.CoordinatorConfig(max_staleness=1)), str(begun))
+        workdirs.open_workdir(settings(coordinator=config_lib.CoordinatorConfig(max_staleness=1)), str(begun))
     values["task"]["reward"] = "mine:reward"
     (begun / "config.json").write_text(json.dumps(values))
     with pytest.raises(
@@ -228,7 +229,7 @@ def test_a_run_goes_on_whose_config_was_stored_under_former_names(begun):
 def test_a_run_with_former_names_of_modules_goes_on_as_the_error_says(begun):
     former = "libra_jax.agents.resolving:itself"
     function = {"factory": resolving.ITSELF, "arguments": {"name": "mine:reward"}}
-    present = settings(reward=config.RewardConfig(functions={"mine": function}))
+    present = settings(reward=config_lib.RewardConfig(functions={"mine": function}))
     values = stored(begun)
     values["task"]["source"] = "libra_jax.agents.calculator:task_source"
     values["reward"]["functions"] = {"mine": {**function, "factory": former}}

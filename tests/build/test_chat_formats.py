@@ -6,7 +6,8 @@ import types
 import chat_templates
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.build import chat_formats
 from libra_jax.chat import chat_format, tokenizers
 from libra_jax.tools import toolkit
@@ -28,14 +29,14 @@ def thinks(tmp_path_factory):
 
 
 def test_the_templates_parsers_are_the_default(thinks):
-    form = chat_formats.make(thinks, config.GatewayConfig())
+    form = chat_formats.make(thinks, config_lib.GatewayConfig())
     read = message(form, thinks, "<think>hm</think>so" + CALL)
     assert (read.reasoning, read.content, read.tool_calls[0].arguments) == ("hm", "so", '{"q": 1}')
     assert form.render(ASKED, ())[-1] == thinks.encode("\n")[0]
 
 
 def test_the_parts_of_a_stream_come_in_the_order_of_the_message(thinks):
-    parser = chat_formats.make(thinks, config.GatewayConfig()).parser(TOOLS, ())
+    parser = chat_formats.make(thinks, config_lib.GatewayConfig()).parser(TOOLS, ())
     tokens = thinks.encode("<think>\nhm \n</think>\n\nThe answer is 51. TERMINATE")
     deltas = [delta for token in tokens for delta in parser.feed([token])]
     rest, read = parser.finish()
@@ -62,17 +63,17 @@ HEADER = "<|im_start|>assistant\n"
     ],
 )
 def test_thoughts_are_read_by_their_marks_and_the_context(thinks, context, output, reasoning, content, calls):
-    read = message(chat_formats.make(thinks, config.GatewayConfig()), thinks, output, context)
+    read = message(chat_formats.make(thinks, config_lib.GatewayConfig()), thinks, output, context)
     assert (read.reasoning, read.content, len(read.tool_calls)) == (reasoning, content, calls)
 
 
 def test_no_parser_leaves_all_in_the_text(thinks):
-    form = chat_formats.make(thinks, config.GatewayConfig(tool_parser="none", reasoning_parser="none"))
+    form = chat_formats.make(thinks, config_lib.GatewayConfig(tool_parser="none", reasoning_parser="none"))
     assert message(form, thinks, "<think>hm</think>so" + CALL).content == "<think>hm</think>so" + CALL
 
 
 def test_each_parser_can_be_chosen_alone(thinks):
-    form = chat_formats.make(thinks, config.GatewayConfig(reasoning_parser="none"))
+    form = chat_formats.make(thinks, config_lib.GatewayConfig(reasoning_parser="none"))
     read = message(form, thinks, "hm" + CALL)
     assert (read.content, len(read.tool_calls)) == ("hm", 1)
     read = message(form, thinks, "hm" + CALL, f"{HEADER}<think>\n")
@@ -81,23 +82,23 @@ def test_each_parser_can_be_chosen_alone(thinks):
 
 def test_the_character_tokenizers_calls_stay_in_the_text_by_default():
     tokenizer = tokenizers.CharacterTokenizer()
-    assert message(chat_formats.make(tokenizer, config.GatewayConfig()), tokenizer, CALL).content == CALL
-    form = chat_formats.make(tokenizer, config.GatewayConfig(tool_parser="hermes"))
+    assert message(chat_formats.make(tokenizer, config_lib.GatewayConfig()), tokenizer, CALL).content == CALL
+    form = chat_formats.make(tokenizer, config_lib.GatewayConfig(tool_parser="hermes"))
     assert message(form, tokenizer, CALL).tool_calls[0].name == "search"
 
 
 def test_an_unknown_parser_is_a_sentence_about_the_setting(thinks):
     with pytest.raises(protocols.ConfigError, match=r"config\.gateway\.tool_parser: .* did you mean 'hermes'"):
-        chat_formats.make(thinks, config.GatewayConfig(tool_parser="hermes_"))
+        chat_formats.make(thinks, config_lib.GatewayConfig(tool_parser="hermes_"))
     with pytest.raises(protocols.ConfigError, match=r'gateway\.reasoning_parser: is empty; use "none"'):
-        config.GatewayConfig(reasoning_parser="")
+        config_lib.GatewayConfig(reasoning_parser="")
 
 
 def test_a_missing_vllm_is_a_sentence_about_the_setting(thinks, monkeypatch):
     monkeypatch.setitem(sys.modules, "libra_jax.engines.vllm_parsers", None)
     monkeypatch.delattr("libra_jax.engines.vllm_parsers", raising=False)
     with pytest.raises(protocols.ConfigError, match="vLLM cannot be imported"):
-        chat_formats.make(thinks, config.GatewayConfig())
+        chat_formats.make(thinks, config_lib.GatewayConfig())
 
 
 def test_a_tokenizer_of_another_kind_is_refused():
@@ -105,7 +106,7 @@ def test_a_tokenizer_of_another_kind_is_refused():
         vocab_size = 1
 
     with pytest.raises(protocols.DataError, match="a Other has no chat format"):
-        chat_formats.make(Other(), config.GatewayConfig())
+        chat_formats.make(Other(), config_lib.GatewayConfig())
 
 
 COUNTS = (
@@ -126,11 +127,14 @@ class Drives:
 
 
 def test_a_harness_takes_a_template_that_the_native_loop_refuses(tmp_path, monkeypatch):
-    folder, tools = chat_templates.save(tmp_path, COUNTS), toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig())
+    folder, tools = (
+        chat_templates.save(tmp_path, COUNTS),
+        toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig()),
+    )
 
     def run(environment):
-        task = config.TaskConfig(tokenizer=folder, environment=environment)
-        return config.RunConfig(task=task)
+        task = config_lib.TaskConfig(tokenizer=folder, environment=environment)
+        return config_lib.RunConfig(task=task)
 
     with pytest.raises(protocols.DataError, match="not incremental"):
         chat_formats.policy_tokenizer(run("libra_jax.examples.calculator:environment"), tools)
@@ -138,7 +142,7 @@ def test_a_harness_takes_a_template_that_the_native_loop_refuses(tmp_path, monke
     module.factory = Drives
     monkeypatch.setitem(sys.modules, "harness_of_a_test", module)
     tokenizer = chat_formats.policy_tokenizer(run("harness_of_a_test:factory"), tools)
-    form = chat_formats.make(tokenizer, config.GatewayConfig())
+    form = chat_formats.make(tokenizer, config_lib.GatewayConfig())
     assert tokenizer.decode(form.render(ASKED, ())) == "<|im_start|>user1q<|im_end|>"
     output = protocols.Message("assistant", "a")
     assert form.extend([*ASKED, output, protocols.Message("tool", "r")], 2, ()) is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.build import cpu_rows
 from libra_jax.models import config as model_config
 
@@ -18,9 +18,9 @@ def caches(tmp_path):
 
 
 def rows(caches, shape=SHAPE, **trainer):
-    run = config.RunConfig(
-        rollout=config.RolloutConfig(max_context=128, max_tokens=64),
-        trainer=config.TrainerConfig(**{"platform": "cpu", "row_tokens": 128, **trainer}),
+    run = config_lib.RunConfig(
+        rollout=config_lib.RolloutConfig(max_context=128, max_tokens=64),
+        trainer=config_lib.TrainerConfig(**{"platform": "cpu", "row_tokens": 128, **trainer}),
     )
     return cpu_rows.sized(run, shape, caches).trainer.rows_per_micro_batch
 

@@ -14,16 +14,17 @@ from matplotlib import figure
 from matplotlib.backends import backend_agg
 
 import libra_jax
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.build import evaluating
 from libra_jax.coordinator import scores
 from libra_jax.telemetry import metrics
 
-SETTINGS = config.EvaluationConfig(attempts=4, temperature=1.0)
+SETTINGS = config_lib.EvaluationConfig(attempts=4, temperature=1.0)
 
 
-def small(**evaluation) -> config.RunConfig:
-    run = config.RunConfig(name="mine", steps=1)
+def small(**evaluation) -> config_lib.RunConfig:
+    run = config_lib.RunConfig(name="mine", steps=1)
     run.rollout.engine, run.rollout.max_context, run.rollout.max_tokens = "fake", 128, 16
     run.trainer.platform, run.trainer.row_tokens = "cpu", 128
     run.coordinator.groups_per_step, run.coordinator.group_size = 2, 4
@@ -127,7 +128,7 @@ def test_every_task_of_a_file_is_evaluated_once(workdir, tmp_path):
     run.task.environment = "libra_jax.environments.question:environment"
     run.task.path = "missing.jsonl"
     asked = evaluating.EvaluationRequest(model=str(workdir / "model"), tasks=str(tmp_path / "tasks.jsonl"), attempts=2)
-    made = evaluating.evaluate(asked, config.checked(run))
+    made = evaluating.evaluate(asked, config_lib.checked(run))
     assert len({one.task for one in made.tasks}) == len(made.tasks) == 4, "of equal tasks, one counts"
 
 
@@ -191,7 +192,7 @@ def test_a_file_without_tasks_is_refused_by_the_flag(tmp_path, workdir, text, se
         file.write_text(text)
     asked = evaluating.EvaluationRequest(model=str(workdir / "model"), tasks=str(file))
     with pytest.raises(protocols.DataError, match=rf"^--tasks={file}: .*{sentence}"):
-        evaluating.evaluate(asked, config.checked(run))
+        evaluating.evaluate(asked, config_lib.checked(run))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_a_model_that_is_not_there_is_refused_by_the_flag(tmp_path, name, proble
     with pytest.raises(
         protocols.DataError, match=rf"^--model={tmp_path / name}: {problem}; give a directory of weights"
     ):
-        evaluating.evaluate(evaluating.EvaluationRequest(model=str(tmp_path / name)), config.checked(small()))
+        evaluating.evaluate(evaluating.EvaluationRequest(model=str(tmp_path / name)), config_lib.checked(small()))
 
 
 def test_a_run_that_holds_no_tasks_out_is_told_to_name_some(tmp_path, workdir):
@@ -211,7 +212,7 @@ def test_a_run_that_holds_no_tasks_out_is_told_to_name_some(tmp_path, workdir):
     run.task.environment = "libra_jax.environments.question:environment"
     run.task.path, run.task.arguments = str(tmp_path / "tasks.jsonl"), {"holdout": 0.0}
     with pytest.raises(protocols.DataError, match=r"^--tasks: none is given, and the run holds no task out .*=FILE$"):
-        evaluating.evaluate(evaluating.EvaluationRequest(model=str(workdir / "model")), config.checked(run))
+        evaluating.evaluate(evaluating.EvaluationRequest(model=str(workdir / "model")), config_lib.checked(run))
 
 
 def test_a_checkpoint_of_another_run_or_with_other_weights_is_refused(workdir, tmp_path):

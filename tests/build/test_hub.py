@@ -13,7 +13,8 @@ import pytest
 import scripts
 from huggingface_hub import constants
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.build import planned
 from libra_jax.models.hf import hub
 from libra_jax.simulator import scripts as rollouts
@@ -65,9 +66,9 @@ def online(cache, monkeypatch):
     return fetched
 
 
-def run_of(model: str = "", tokenizer: str = "character", tasks: str = "", **arguments) -> config.RunConfig:
-    task = config.TaskConfig(path=tasks, tokenizer=tokenizer, arguments=arguments)
-    return config.RunConfig(model=config.ModelConfig(path=model), task=task)
+def run_of(model: str = "", tokenizer: str = "character", tasks: str = "", **arguments) -> config_lib.RunConfig:
+    task = config_lib.TaskConfig(path=tasks, tokenizer=tokenizer, arguments=arguments)
+    return config_lib.RunConfig(model=config_lib.ModelConfig(path=model), task=task)
 
 
 def test_cached_snapshots_stand_for_ids_without_a_network(cache):
@@ -192,12 +193,12 @@ def test_a_launcher_checks_the_shape_of_an_id(cache, capsys):
 def test_a_plan_is_for_the_model_of_the_config_or_for_none(cache):
     asked = planned.PlanRequest(lengths=rollouts.Wanted(rollouts.LogNormal.fitted(100, 200)))
     for path in ("acme/tiny", str(cache / "none")):
-        values = config.to_dict(run_of(path))
+        values = config_lib.to_dict(run_of(path))
         with pytest.raises(protocols.DataError, match=rf"^config\.model\.path: .*{path}.* with --model$"):
             planned.case(values, asked)
     wide = {**json.loads(SHAPE), "vocab_size": 50_000}
     snapshot(cache, "model", "acme/tiny", {"config.json": json.dumps(wide)})
-    case = planned.case(config.to_dict(run_of("acme/tiny")), asked)
+    case = planned.case(config_lib.to_dict(run_of("acme/tiny")), asked)
     assert (case.name, case.model.shape.vocab_size) == ("tiny", 50_000)
 
 
@@ -212,7 +213,7 @@ def test_a_run_reads_the_snapshot_and_its_workdir_keeps_the_id(cache, tmp_path):
     assert "8 to train on, 1 held out; the first: " in dry.stdout
     assert "--config.model.path='acme/tiny'\n" in dry.stdout, "the config is shown as it was given"
     assert "dataset acme/sums: snapshot 01234567 of the Hugging Face cache" in dry.stdout
-    stored = json.loads(json.dumps(config.to_dict(config.RunConfig()), default=list))
+    stored = json.loads(json.dumps(config_lib.to_dict(config_lib.RunConfig()), default=list))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text(json.dumps(stored))
     result = scripts.run("train.py", *ids, f"--workdir={tmp_path / 'run'}", environment=environment)

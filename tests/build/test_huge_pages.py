@@ -7,17 +7,18 @@ import sys
 
 import pytest
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.build import huge_pages
 
-TRAINER = config.TrainerConfig(platform="cpu")
+TRAINER = config_lib.TrainerConfig(platform="cpu")
 
 PROGRAM = """
 import json, os, pathlib, sys
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.build import huge_pages
 backend, kernel = sys.argv[1:]
-run = config.RunConfig(trainer=config.TrainerConfig(platform="cpu"), cluster=config.ClusterConfig(backend=backend))
+cluster = config_lib.ClusterConfig(backend=backend)
+run = config_lib.RunConfig(trainer=config_lib.TrainerConfig(platform="cpu"), cluster=cluster)
 print(os.getpid())
 huge_pages.restart(run, pathlib.Path(kernel))
 print(json.dumps([os.getpid(), os.environ.get("GLIBC_TUNABLES")]))
@@ -35,7 +36,7 @@ def test_a_trainer_on_cpus_asks_for_huge_pages():
 
 @pytest.mark.parametrize("changed", [{"platform": "cuda"}, {"platform": "auto"}, {"huge_pages": False}])
 def test_a_trainer_elsewhere_or_switched_off_does_not(changed):
-    assert huge_pages.environment(config.TrainerConfig(**{"platform": "cpu", **changed})) == {}
+    assert huge_pages.environment(config_lib.TrainerConfig(**{"platform": "cpu", **changed})) == {}
 
 
 def test_the_users_own_tunables_stay(monkeypatch):
@@ -65,5 +66,5 @@ def test_a_command_starts_itself_again_once_where_it_helps(backend, kernel, star
 
 def test_a_kernel_without_the_choice_is_left_alone(tmp_path):
     before = dict(os.environ)
-    huge_pages.restart(config.RunConfig(trainer=TRAINER), tmp_path / "missing")
+    huge_pages.restart(config_lib.RunConfig(trainer=TRAINER), tmp_path / "missing")
     assert dict(os.environ) == before

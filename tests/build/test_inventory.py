@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import inventory
 from libra_jax.simulator import settings
@@ -13,13 +13,13 @@ from libra_jax.simulator import settings
 def small_run(**rollout) -> settings.SimulatedRun:
     run = settings.SimulatedRun(
         steps=2,
-        rollout=configuration.RolloutConfig(max_context=131_072, max_tokens=65_536, stream_interval=1_000, **rollout),
-        trainer=configuration.TrainerConfig(row_tokens=131_072, rows_per_micro_batch=1),
-        model=configuration.ModelConfig(remat="full"),
-        task=configuration.TaskConfig(max_turns=10_000, tool_seconds=3_600.0),
-        coordinator=configuration.CoordinatorConfig(groups_per_step=4, group_size=4, max_staleness=1),
-        deadlines=configuration.DeadlineConfig(first_token=3_600.0, train_step=36_000.0),
-        checkpoint=configuration.CheckpointConfig(every=0),
+        rollout=config_lib.RolloutConfig(max_context=131_072, max_tokens=65_536, stream_interval=1_000, **rollout),
+        trainer=config_lib.TrainerConfig(row_tokens=131_072, rows_per_micro_batch=1),
+        model=config_lib.ModelConfig(remat="full"),
+        task=config_lib.TaskConfig(max_turns=10_000, tool_seconds=3_600.0),
+        coordinator=config_lib.CoordinatorConfig(groups_per_step=4, group_size=4, max_staleness=1),
+        deadlines=config_lib.DeadlineConfig(first_token=3_600.0, train_step=36_000.0),
+        checkpoint=config_lib.CheckpointConfig(every=0),
     )
     simulation = dataclasses.replace(run.simulation, model="Qwen3-14B", kv_cache="offload")
     return dataclasses.replace(run, simulation=simulation)
@@ -83,8 +83,8 @@ def test_accelerators_that_hold_no_context_are_refused():
 @pytest.mark.parametrize(
     ("changed", "name"),
     [
-        ({"planner": configuration.PlannerConfig(period=5)}, "planner.period: 5"),
-        ({"elastic": configuration.ElasticConfig(hybrid=1)}, "elastic.hybrid: 1"),
+        ({"planner": config_lib.PlannerConfig(period=5)}, "planner.period: 5"),
+        ({"elastic": config_lib.ElasticConfig(hybrid=1)}, "elastic.hybrid: 1"),
     ],
 )
 def test_a_run_that_changes_its_layout_is_refused_by_the_setting_that_was_given(changed, name):

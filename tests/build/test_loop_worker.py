@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.build import loop_worker
 from libra_jax.cluster import inprocess
 from libra_jax.rollouts import rollouts
@@ -21,7 +21,7 @@ def make(**_):
 
 def test_a_loop_worker_scores_by_the_reward_functions_of_the_config():
     function = {"factory": f"{__name__}:make"}
-    config = configuration.parse(configuration.RunConfig, {"reward": {"functions": {"half": function}}})
+    config = config_lib.parse(config_lib.RunConfig, {"reward": {"functions": {"half": function}}})
 
     async def body() -> tuple[rollouts.RolloutAgent, bool]:
         cluster = inprocess.InProcessCluster()

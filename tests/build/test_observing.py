@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from configs import quickstart
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import observing
 from libra_jax.telemetry import status
@@ -14,7 +14,7 @@ from libra_jax.telemetry import status
 
 def start(workdir, *, steps=0, error=None):
     """One start in the workdir that takes these steps and ends with this error."""
-    config = dataclasses.replace(libra_config.checked(quickstart.get_config()), steps=10)
+    config = dataclasses.replace(config_lib.checked(quickstart.get_config()), steps=10)
 
     async def main():
         with observing.observed(config, workdir, None) as run:

@@ -15,7 +15,8 @@ import pytest
 import safetensors_headers
 import scripts
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.build import dry_run, preflight, wiring
 from libra_jax.models import config as model_config
 from libra_jax.models.hf import hf_names
@@ -52,11 +53,11 @@ from libra_jax.utils import machine, resolving
 )
 def test_what_the_elastic_pool_cannot_be_is_refused_by_name(rollout, elastic, trainer, backend, sentence):
     def check() -> None:
-        run = config.RunConfig(
-            rollout=config.RolloutConfig(**rollout),
-            elastic=config.ElasticConfig(**elastic),
-            trainer=config.TrainerConfig(**{"platform": "cpu", **trainer}),
-            cluster=config.ClusterConfig(backend=backend),
+        run = config_lib.RunConfig(
+            rollout=config_lib.RolloutConfig(**rollout),
+            elastic=config_lib.ElasticConfig(**elastic),
+            trainer=config_lib.TrainerConfig(**{"platform": "cpu", **trainer}),
+            cluster=config_lib.ClusterConfig(backend=backend),
         )
         preflight._check_elastic(run)
 
@@ -66,17 +67,17 @@ def test_what_the_elastic_pool_cannot_be_is_refused_by_name(rollout, elastic, tr
 
 @pytest.mark.parametrize("tool", ["python", "shell", "edit"])
 def test_a_call_in_a_sandbox_must_end_before_its_step_does(tool):
-    def run(*use: str) -> config.RunConfig:
-        return config.RunConfig(
-            tools=config.ToolsConfig(use=use),
-            task=config.TaskConfig(tool_seconds=10.0),
-            sandbox=config.SandboxConfig(seconds=9.5),
+    def run(*use: str) -> config_lib.RunConfig:
+        return config_lib.RunConfig(
+            tools=config_lib.ToolsConfig(use=use),
+            task=config_lib.TaskConfig(tool_seconds=10.0),
+            sandbox=config_lib.SandboxConfig(seconds=9.5),
         )
 
     run("calculator")
     with pytest.raises(protocols.ConfigError, match=r"sandbox\.seconds: 9\.5 must be less than 95% of task\.tool_sec"):
         run("calculator", tool)
-    config.RunConfig(tools=config.ToolsConfig(use=(tool,)))  # the defaults go together
+    config_lib.RunConfig(tools=config_lib.ToolsConfig(use=(tool,)))  # the defaults go together
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,10 @@ def test_a_call_in_a_sandbox_must_end_before_its_step_does(tool):
     ],
 )
 def test_what_several_trainer_processes_cannot_have_is_refused_by_name(trainer, rollout, sentence):
-    run = config.RunConfig(
-        trainer=config.TrainerConfig(fsdp=2, processes=2, **trainer),
-        rollout=config.RolloutConfig(**rollout),
-        cluster=config.ClusterConfig(backend="ray"),
+    run = config_lib.RunConfig(
+        trainer=config_lib.TrainerConfig(fsdp=2, processes=2, **trainer),
+        rollout=config_lib.RolloutConfig(**rollout),
+        cluster=config_lib.ClusterConfig(backend="ray"),
     )
     with pytest.raises(protocols.ConfigError, match=sentence):
         preflight._check_placement(run, here=False)
@@ -115,11 +116,11 @@ def test_what_several_trainer_processes_cannot_have_is_refused_by_name(trainer, 
     ],
 )
 def test_what_cannot_cross_hosts_is_refused_by_name(elastic, rollout, each, sentence):
-    run = config.RunConfig(
-        trainer=config.TrainerConfig(platform="cuda"),
-        rollout=config.RolloutConfig(**rollout),
-        elastic=config.ElasticConfig(**elastic),
-        cluster=config.ClusterConfig(backend="ray", address="head:6379", accelerators_per_host=each),
+    run = config_lib.RunConfig(
+        trainer=config_lib.TrainerConfig(platform="cuda"),
+        rollout=config_lib.RolloutConfig(**rollout),
+        elastic=config_lib.ElasticConfig(**elastic),
+        cluster=config_lib.ClusterConfig(backend="ray", address="head:6379", accelerators_per_host=each),
     )
     with pytest.raises(protocols.ConfigError, match=sentence) if sentence else contextlib.nullcontext():
         preflight._check_placement(run, here=False)
@@ -141,9 +142,9 @@ def test_auto_is_refused_where_trainer_and_engines_would_crowd_one_of_several_gp
     platform, engine, gpus, refused, monkeypatch
 ):
     monkeypatch.setattr(preflight, "gpus_found", lambda: gpus)
-    run = config.RunConfig(
-        trainer=config.TrainerConfig(platform=platform),
-        rollout=config.RolloutConfig(engine=engine, tensor_parallel=(1, 1)),
+    run = config_lib.RunConfig(
+        trainer=config_lib.TrainerConfig(platform=platform),
+        rollout=config_lib.RolloutConfig(engine=engine, tensor_parallel=(1, 1)),
     )
     preflight.validate(run, need_weights=False)
     message = r"first of 8 GPUs; use --config\.trainer\.platform=cuda.*3 in all"
@@ -177,7 +178,7 @@ def test_gpus_count_where_jax_would_use_them(plugins, variables, found, monkeypa
 
 def test_a_reward_function_that_cannot_be_found_is_refused_before_anything_starts():
     wrong = {"mine": {"factory": "reward_functions:constent"}}
-    run = config.RunConfig(reward=config.RewardConfig(functions=wrong))
+    run = config_lib.RunConfig(reward=config_lib.RewardConfig(functions=wrong))
     with pytest.raises(protocols.ConfigError, match=r"reward\.functions\.mine\.factory: .*did you mean 'constant'"):
         preflight.validate(run, need_weights=False)
 
@@ -204,10 +205,10 @@ def test_a_head_size_is_refused_where_vllms_cpu_build_serves(tmp_path, monkeypat
     shape = json.loads((scripts.ROOT / "libra_jax/models/presets/libra-tiny.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**shape, "head_dim": 16}))
     monkeypatch.setattr(metadata, "distributions", lambda name: iter(builds))
-    run = config.RunConfig(
-        model=config.ModelConfig(path=str(tmp_path)),
-        trainer=config.TrainerConfig(platform=platform),
-        rollout=config.RolloutConfig(engine=engine),
+    run = config_lib.RunConfig(
+        model=config_lib.ModelConfig(path=str(tmp_path)),
+        trainer=config_lib.TrainerConfig(platform=platform),
+        rollout=config_lib.RolloutConfig(engine=engine),
     )
     with pytest.raises(protocols.ConfigError, match="head_dim 16") if refused else contextlib.nullcontext():
         preflight.validate(run, need_weights=False)
@@ -215,13 +216,15 @@ def test_a_head_size_is_refused_where_vllms_cpu_build_serves(tmp_path, monkeypat
 
 def test_a_misspelt_parser_of_outputs_is_refused_with_the_nearest():
     with pytest.raises(protocols.ConfigError, match=r"config\.gateway\.tool_parser: .* did you mean 'hermes'"):
-        preflight.validate(config.RunConfig(gateway=config.GatewayConfig(tool_parser="hermse")), need_weights=True)
+        preflight.validate(
+            config_lib.RunConfig(gateway=config_lib.GatewayConfig(tool_parser="hermse")), need_weights=True
+        )
 
 
 def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
     task = {"source": "libra_jax.environments.datasets:task_source", "path": str(tmp_path / "tasks.jsonl")}
-    run = config.RunConfig(
-        model=config.ModelConfig(path=str(tmp_path / "model")), task=config.TaskConfig(tokenizer="", **task)
+    run = config_lib.RunConfig(
+        model=config_lib.ModelConfig(path=str(tmp_path / "model")), task=config_lib.TaskConfig(tokenizer="", **task)
     )
     model, tasks = preflight.missing(run)
     assert model == f"config.model.path: {tmp_path}/model: no such model directory"
@@ -233,13 +236,13 @@ def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
         "holds no tokenizer",
     ]
     assert preflight.missing(run, frozenset({"model.path"})) == preflight.missing(run)[1:]
-    assert preflight.missing(config.RunConfig()) == []
+    assert preflight.missing(config_lib.RunConfig()) == []
 
 
 def test_what_this_machine_lacks_is_listed_like_what_the_run_would_refuse(tmp_path, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "home", lambda: tmp_path)
     monkeypatch.setattr(preflight, "gpus_found", lambda: 1)
-    run = config.RunConfig()
+    run = config_lib.RunConfig()
     run.telemetry.wandb_project, run.trainer.platform, run.trainer.fsdp = "mine", "cuda", 4
     gpus = "config.trainer.platform: cuda takes 5 GPUs, and JAX would find 1 on this machine"
     for there, variables, said in (
@@ -257,7 +260,7 @@ def test_what_this_machine_lacks_is_listed_like_what_the_run_would_refuse(tmp_pa
 
 
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(tmp_path, monkeypatch):
-    run = config.RunConfig()
+    run = config_lib.RunConfig()
     run.checkpoint.keep = 2
     parameters = model_config.parameter_count(model_config.load_preset("libra-tiny"))
     three = 3 * 4 * 3 * parameters + 4 * parameters  # float32, with two moments of each; and the export
@@ -273,7 +276,7 @@ def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(tmp_path, monkeyp
 
 def test_a_template_that_the_run_refuses_is_missing_in_a_dry_run(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
-    run = config.RunConfig(task=config.TaskConfig(tokenizer=str(tmp_path)))
+    run = config_lib.RunConfig(task=config_lib.TaskConfig(tokenizer=str(tmp_path)))
     (said,) = preflight.missing(run)
     with pytest.raises(protocols.LibraError) as refused:
         preflight.validate(run, need_weights=True)
@@ -284,7 +287,7 @@ def test_a_dry_run_compares_the_weights_with_the_models_shape(tmp_path):
     shape = model_config.load_preset("libra-tiny")
     tensors = {name: size for entry in hf_names.weight_map(shape) for name, size in entry.tensors().items()}
     (tmp_path / "config.json").write_text(json.dumps(model_config.to_hf(shape)))
-    run, file = config.RunConfig(model=config.ModelConfig(path=str(tmp_path))), tmp_path / "model.safetensors"
+    run, file = config_lib.RunConfig(model=config_lib.ModelConfig(path=str(tmp_path))), tmp_path / "model.safetensors"
     name, last = "model.layers.0.self_attn.q_proj.bias", "model.norm.weight"
     for written, said in (
         (tensors, None),
@@ -305,9 +308,9 @@ def test_a_dry_run_compares_the_weights_with_the_models_shape(tmp_path):
 
 def test_a_dry_run_misses_the_adapter_and_the_files_of_tools(tmp_path):
     search = {"search": {"path": str(tmp_path / "wiki.jsonl"), "embed": "builtins:list", "vectors": "no.npy"}}
-    run = config.RunConfig(
-        model=config.ModelConfig(lora=config.LoraConfig(rank=2, path=str(tmp_path / "adapter"))),
-        tools=config.ToolsConfig(use=("search",), arguments=search),
+    run = config_lib.RunConfig(
+        model=config_lib.ModelConfig(lora=config_lib.LoraConfig(rank=2, path=str(tmp_path / "adapter"))),
+        tools=config_lib.ToolsConfig(use=("search",), arguments=search),
     )
     assert preflight.missing(run) == [
         f"config.model.lora.path: {tmp_path}/adapter: no such adapter directory",
@@ -322,17 +325,19 @@ def test_memory_is_told_in_numbers_that_are_never_zero():
     counts = (0.4, 12, 1023, 1.64e6, 1048000 * 1024, 24e9, 3e12, 5e16)
     shown = ["0.4 B", "12 B", "0.999 KiB", "1.56 MiB", "0.999 GiB", "22.4 GiB", "2.73 TiB", "4.55e+04 TiB"]
     assert [machine.bytes_text(count) for count in counts] == shown
-    shape = wiring.policy_shape(config.RunConfig(), need_weights=False)
-    fits, short = (memory.verdict(config.RunConfig(), shape, free) for free in (64 * 2**30, 2**20))
+    shape = wiring.policy_shape(config_lib.RunConfig(), need_weights=False)
+    fits, short = (memory.verdict(config_lib.RunConfig(), shape, free) for free in (64 * 2**30, 2**20))
     assert fits.startswith("fits: about ")
     assert fits.endswith(" of the 64 GiB that are free on this machine")
     assert short.startswith("DOES NOT FIT: about ")
-    reference = config.RunConfig(algorithm=config.AlgorithmConfig(kl_coefficient=0.1))
-    assert memory.trainer_bytes(reference, shape) > memory.trainer_bytes(config.RunConfig(), shape)
+    reference = config_lib.RunConfig(algorithm=config_lib.AlgorithmConfig(kl_coefficient=0.1))
+    assert memory.trainer_bytes(reference, shape) > memory.trainer_bytes(config_lib.RunConfig(), shape)
 
 
 def test_memory_of_accelerators_is_compared_with_their_sheets():
-    run = config.RunConfig(model=config.ModelConfig(preset="Qwen3-1.7B"), trainer=config.TrainerConfig(platform="cuda"))
+    run = config_lib.RunConfig(
+        model=config_lib.ModelConfig(preset="Qwen3-1.7B"), trainer=config_lib.TrainerConfig(platform="cuda")
+    )
     shape = wiring.policy_shape(run, need_weights=False)
     assert memory.verdict(run, shape).startswith(
         "fits a100 (74.5 GiB), h100 (74.5 GiB), h200 (131 GiB)\n  a device that"
@@ -343,28 +348,28 @@ def test_memory_of_accelerators_is_compared_with_their_sheets():
 
 def test_a_dry_run_tells_the_terms_of_the_reward():
     length = {"factory": "mine:length", "weight": -0.5}
-    reward = config.RewardConfig(functions={"length": length, "exact": {"factory": "mine:exact"}})
-    alone = config.RewardConfig(functions={"exact": {"factory": "mine:exact"}}, environment_weight=0.0)
+    reward = config_lib.RewardConfig(functions={"length": length, "exact": {"factory": "mine:exact"}})
+    alone = config_lib.RewardConfig(functions={"exact": {"factory": "mine:exact"}}, environment_weight=0.0)
     for terms, told in (
-        (config.RewardConfig(), "the environment's own"),
+        (config_lib.RewardConfig(), "the environment's own"),
         (reward, "the environment's own + -0.5 x length (mine:length) + exact (mine:exact)"),
         (alone, "exact (mine:exact)"),
     ):
-        assert f"reward      {told}" in dry_run.describe(config.RunConfig(reward=terms)).splitlines()
+        assert f"reward      {told}" in dry_run.describe(config_lib.RunConfig(reward=terms)).splitlines()
 
 
 def test_a_dry_run_tells_no_clip_where_none_can_bind():
-    decoupled = config.RunConfig(algorithm=config.AlgorithmConfig(objective="decoupled"))
+    decoupled = config_lib.RunConfig(algorithm=config_lib.AlgorithmConfig(objective="decoupled"))
     assert "clipped loss (ratio 1, no clip)" in dry_run._learning(decoupled)[0]
-    assert "clipped loss (ratio in [0.8, 1.2])" in dry_run._learning(config.RunConfig())[0]
+    assert "clipped loss (ratio in [0.8, 1.2])" in dry_run._learning(config_lib.RunConfig())[0]
 
 
 @pytest.mark.parametrize("preset", ["libra-tiny", "Qwen3-0.6B"])
 def test_a_model_that_is_not_here_is_checked_by_a_preset_that_was_chosen_only(preset, capsys):
-    run = config.RunConfig(
-        model=config.ModelConfig(path="/nowhere/model", preset=preset),
-        rollout=config.RolloutConfig(max_context=4096),
-        trainer=config.TrainerConfig(row_tokens=4096),
+    run = config_lib.RunConfig(
+        model=config_lib.ModelConfig(path="/nowhere/model", preset=preset),
+        rollout=config_lib.RolloutConfig(max_context=4096),
+        trainer=config_lib.TrainerConfig(row_tokens=4096),
     )
     if preset == "libra-tiny":  # the default says nothing of the model that is not here
         preflight.validate(run, need_weights=False)
@@ -395,13 +400,13 @@ def test_a_dry_run_shows_the_first_task_whatever_its_payload(payload, shown):
 
         evaluation_task = task
 
-    run = config.RunConfig()
+    run = config_lib.RunConfig()
     run.task.source = resolving.give(lambda seed: Source(), "task.source", name="any")
     assert shown in dry_run.describe(run)
 
 
 def test_experts_are_refused_where_vllms_cpu_kernel_cannot_reload_them(monkeypatch):
-    run = config.RunConfig()
+    run = config_lib.RunConfig()
     run.model.preset, run.trainer.platform = "libra-tiny-moe", "cpu"
     preflight.validate(run, need_weights=False)
     shape = dataclasses.replace(model_config.load_preset("libra-tiny-moe"), expert_intermediate_size=40)
@@ -411,11 +416,11 @@ def test_experts_are_refused_where_vllms_cpu_kernel_cannot_reload_them(monkeypat
 
 
 def test_routing_replay_is_refused_without_experts_to_replay():
-    run = config.RunConfig()
+    run = config_lib.RunConfig()
     run.algorithm.routing_replay = "rollout"
     with pytest.raises(protocols.ConfigError, match=r"routing_replay: 'rollout' is for mixtures .* model has none"):
         preflight.validate(run, need_weights=False)
-    dense = dataclasses.replace(run, algorithm=config.AlgorithmConfig(balance_coefficient=0.01))
+    dense = dataclasses.replace(run, algorithm=config_lib.AlgorithmConfig(balance_coefficient=0.01))
     with pytest.raises(protocols.ConfigError, match=r"balance_coefficient: 0\.01 is for mixtures .* set it to 0\.0"):
         preflight.validate(dense, need_weights=False)
     run.model.preset, run.trainer.platform = "libra-tiny-moe", "cpu"
@@ -426,19 +431,19 @@ def test_routing_replay_is_refused_without_experts_to_replay():
         ({"engine": "fake"}, "engine=fake returns no experts"),
     ):
         with pytest.raises(protocols.ConfigError, match=rf"config\.algorithm\.routing_replay: .*{named}"):
-            dataclasses.replace(run, rollout=config.RolloutConfig(**rollout))
+            dataclasses.replace(run, rollout=config_lib.RolloutConfig(**rollout))
 
 
 def test_a_dry_run_shows_the_engines_further_arguments_where_there_are_any():
-    run = config.RunConfig()
+    run = config_lib.RunConfig()
     assert "vllm with" not in dry_run.describe(run)
     run.rollout.engine_arguments = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
     assert "engine    vllm with max_num_batched_tokens=4096, enable_prefix_caching=True\n" in dry_run.describe(run)
 
 
 def test_a_context_longer_than_the_models_positions_is_refused():
-    run = config.RunConfig(
-        rollout=config.RolloutConfig(max_context=4096), trainer=config.TrainerConfig(row_tokens=4096)
+    run = config_lib.RunConfig(
+        rollout=config_lib.RolloutConfig(max_context=4096), trainer=config_lib.TrainerConfig(row_tokens=4096)
     )
     with pytest.raises(protocols.ConfigError, match=r"rollout\.max_context: 4096 exceeds the model's 2048 positions"):
         preflight.validate(run, need_weights=False)
@@ -476,25 +481,25 @@ def test_a_value_that_no_run_could_use_is_refused_naming_its_field(field, value,
     for part in reversed(field.split(".")):
         value = {part: value}
     with pytest.raises(protocols.ConfigError) as caught:
-        config.parse(config.RunConfig, value)
+        config_lib.parse(config_lib.RunConfig, value)
     assert str(caught.value) == f"config.{field}: {problem}"
 
 
 def test_a_preset_that_a_model_directory_overrules_is_warned_of(tmp_path, capsys):
     shipped = pathlib.Path(model_config.__file__).parent / "presets/Qwen3-0.6B.json"
     (tmp_path / "config.json").write_text(shipped.read_text())
-    for preset, told in (("Qwen3-8B", True), ("Qwen3-0.6B", False), (config.ModelConfig().preset, False)):
-        preflight.warn(config.RunConfig(model=config.ModelConfig(path=str(tmp_path), preset=preset)))
+    for preset, told in (("Qwen3-8B", True), ("Qwen3-0.6B", False), (config_lib.ModelConfig().preset, False)):
+        preflight.warn(config_lib.RunConfig(model=config_lib.ModelConfig(path=str(tmp_path), preset=preset)))
         sentence = f"config.model.preset: {preset} has no effect, because model.path={tmp_path} counts, and has 596 M"
         assert (sentence in capsys.readouterr().err) == told
 
 
 def test_a_dry_run_shows_what_an_adapter_trains_and_what_it_takes_of_memory():
-    lora = config.LoraConfig(rank=8)
-    plain = dry_run.describe(config.RunConfig(model=config.ModelConfig(preset="Qwen3-8B")))
-    run = config.RunConfig(
-        model=config.ModelConfig(preset="Qwen3-8B", lora=lora, compute_dtype="bfloat16"),
-        algorithm=config.AlgorithmConfig(kl_coefficient=0.1),
+    lora = config_lib.LoraConfig(rank=8)
+    plain = dry_run.describe(config_lib.RunConfig(model=config_lib.ModelConfig(preset="Qwen3-8B")))
+    run = config_lib.RunConfig(
+        model=config_lib.ModelConfig(preset="Qwen3-8B", lora=lora, compute_dtype="bfloat16"),
+        algorithm=config_lib.AlgorithmConfig(kl_coefficient=0.1),
     )
     said = dry_run.describe(run)
     assert "frozen under an adapter of rank 8 with 21,823,488 parameters (weight syncs send it)" in said
@@ -504,9 +509,9 @@ def test_a_dry_run_shows_what_an_adapter_trains_and_what_it_takes_of_memory():
 
 
 def test_a_teacher_that_is_no_directory_is_refused_by_its_field():
-    algorithm = config.AlgorithmConfig(teacher="/nowhere/teacher", kl_coefficient=0.1)
+    algorithm = config_lib.AlgorithmConfig(teacher="/nowhere/teacher", kl_coefficient=0.1)
     with pytest.raises(protocols.DataError, match=r"algorithm\.teacher: /nowhere/teacher: no such .*; .* URL"):
-        preflight.validate(config.RunConfig(algorithm=algorithm), need_weights=False)
+        preflight.validate(config_lib.RunConfig(algorithm=algorithm), need_weights=False)
 
 
 class Forking:
@@ -523,30 +528,30 @@ class Forking:
     ("settings", "sentence"),
     [
         (
-            {"algorithm": config.AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4)},
+            {"algorithm": config_lib.AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4)},
             "config.algorithm.loss: gspo looks at whole rollouts; rows of 2048 tokens hold any (trainer.row_buckets), "
             "and one longer than 512 ends the run, and agents of ",
         ),
         (
-            {"critic": config.CriticConfig(enabled=True), "algorithm": config.AlgorithmConfig(advantage="gae")},
+            {"critic": config_lib.CriticConfig(enabled=True), "algorithm": config_lib.AlgorithmConfig(advantage="gae")},
             "config.critic.enabled: a value is that of the rest of one sequence; a rollout with a fork ends the run, ",
         ),
     ],
 )
 def test_settings_that_end_a_run_at_an_agents_fork_are_warned_of(settings, sentence, capsys):
-    rows = config.TrainerConfig(row_buckets=(2048,))
+    rows = config_lib.TrainerConfig(row_buckets=(2048,))
     for environment, trainer, told in (
-        (f"{__name__}:Forking", config.TrainerConfig(), True),
+        (f"{__name__}:Forking", config_lib.TrainerConfig(), True),
         (f"{__name__}:Forking", rows, "row" not in sentence),
-        (config.TaskConfig().environment, config.TrainerConfig(), False),
+        (config_lib.TaskConfig().environment, config_lib.TrainerConfig(), False),
     ):
-        task = config.TaskConfig(environment=environment)
-        preflight.warn(config.RunConfig(task=task, trainer=trainer, **settings))
+        task = config_lib.TaskConfig(environment=environment)
+        preflight.warn(config_lib.RunConfig(task=task, trainer=trainer, **settings))
         assert (f"warning: {sentence}" in capsys.readouterr().err) == told
 
 
 def test_a_first_prompt_that_the_chat_template_refuses_is_shown_with_its_reason():
-    run = config.RunConfig(model=config.ModelConfig(path="libra-tiny"))
+    run = config_lib.RunConfig(model=config_lib.ModelConfig(path="libra-tiny"))
     posed = rehearsal.Posed((protocols.Message("usr", "1+1"),), ())
     said = dry_run.describe(run, posed=posed)
     assert re.search(r"prompt      the first, which the chat template refuses \(.*'usr'.*\):\n  \| usr: 1\+1", said)

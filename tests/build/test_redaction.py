@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.build import workdirs
 from libra_jax.telemetry import escapes
 from libra_jax.utils import checksums
@@ -34,14 +34,16 @@ def test_what_looks_like_a_secret_by_its_name_or_by_itself_is_left_out(values, e
 
 
 def test_settings_without_a_secret_stay_as_they_are():
-    settings = config.to_dict(config.RunConfig(telemetry=config.TelemetryConfig(port=-1, token_env="LIBRA_TOKEN")))
+    settings = config_lib.to_dict(
+        config_lib.RunConfig(telemetry=config_lib.TelemetryConfig(port=-1, token_env="LIBRA_TOKEN"))
+    )
     assert escapes.redacted(settings) == settings
 
 
 def test_a_workdir_holds_no_secret_and_another_one_is_no_other_run(tmp_path, monkeypatch):
-    def with_header(secret: str) -> config.RunConfig:
+    def with_header(secret: str) -> config_lib.RunConfig:
         server = {"url": "http://127.0.0.1:1/mcp", "headers": {"Authorization": f"Bearer {secret}"}}
-        return config.RunConfig(tools=config.ToolsConfig(mcp={"mcpServers": {"notes": server}}))
+        return config_lib.RunConfig(tools=config_lib.ToolsConfig(mcp={"mcpServers": {"notes": server}}))
 
     monkeypatch.setattr(workdirs, "_lock", lambda workdir: True)
     run = tmp_path / "run"

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 import pytest
 import scripts
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.build import workdirs
 from libra_jax.coordinator import fencing
 from libra_jax.telemetry import status
 
 HOLDER = pathlib.Path(__file__).with_name("workdir_holder.py")
-RUN = config.RunConfig(telemetry=config.TelemetryConfig(console=False))
+RUN = config_lib.RunConfig(telemetry=config_lib.TelemetryConfig(console=False))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from configs import simulate
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import planned, trial
 from libra_jax.simulator import scripts
@@ -18,7 +18,7 @@ TURNS = [scripts.Script(100, (protocols.Turn(200 + 50 * index),)) for index in r
 def case() -> planned.Case:
     config = simulate.get_config("math")
     config.coordinator.groups_per_step, config.coordinator.group_size = 4, 4
-    made = planned.case(configuration.to_dict(config), planned.PlanRequest(accelerators=16))
+    made = planned.case(config_lib.to_dict(config), planned.PlanRequest(accelerators=16))
     return dataclasses.replace(made, work=planned.Work.of(made.run, "test", TURNS))
 
 

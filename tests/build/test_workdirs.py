@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.build import evaluating, preflight, records, workdirs
 from libra_jax.cluster import placement
 from libra_jax.coordinator import checkpoint_store, checkpoints
@@ -26,8 +27,8 @@ def with_checkpoint(workdir: pathlib.Path, step: int) -> None:
     files.commit(step)
 
 
-def settings(**changes: Any) -> config.RunConfig:
-    return dataclasses.replace(config.RunConfig(), **changes)
+def settings(**changes: Any) -> config_lib.RunConfig:
+    return dataclasses.replace(config_lib.RunConfig(), **changes)
 
 
 @pytest.fixture(autouse=True)
@@ -37,21 +38,21 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cores_go_to_the_instances_in_order_and_ones_that_are_not_there_are_refused_early(tmp_path):
-    rollout = config.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1))
+    rollout = config_lib.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1))
     shape = model_config.load_preset("libra-tiny")
     specs = placement.Engines(settings(rollout=rollout), shape, tmp_path).specs()
     assert [spec.arguments["cpu_cores"] for spec in specs] == ["3", "0|1"]
     unpinned = placement.Engines(settings(), shape, tmp_path).specs()
     assert [spec.arguments["cpu_cores"] for spec in unpinned] == ["auto"]
     with pytest.raises(protocols.ConfigError, match=r"config\.rollout\.cores: has 2 entries for the 1 workers"):
-        config.RolloutConfig(cores=(0, 1))
+        config_lib.RolloutConfig(cores=(0, 1))
     with pytest.raises(protocols.ConfigError, match=r"config\.trainer\.cores: there is no core 4095"):
-        preflight.validate(settings(trainer=config.TrainerConfig(cores=(4095,))), need_weights=False)
+        preflight.validate(settings(trainer=config_lib.TrainerConfig(cores=(4095,))), need_weights=False)
 
 
 def test_an_engine_that_a_plan_adds_gets_the_devices_that_the_others_leave(tmp_path):
-    rollout = config.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1), slots_by_instance=(16, 48))
-    trainer = config.TrainerConfig(platform="cuda")
+    rollout = config_lib.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1), slots_by_instance=(16, 48))
+    trainer = config_lib.TrainerConfig(platform="cuda")
     engines = placement.Engines(
         settings(rollout=rollout, trainer=trainer), model_config.load_preset("libra-tiny"), tmp_path
     )
@@ -76,13 +77,13 @@ def test_a_run_may_be_given_other_steps_than_it_began_with(tmp_path, steps):
 
 
 def test_a_run_goes_on_at_another_address_of_its_cluster_and_nothing_else_of_that(tmp_path):
-    def on(address: str, each: int = 1) -> config.RunConfig:
-        return settings(cluster=config.ClusterConfig(backend="ray", address=address, accelerators_per_host=each))
+    def on(address: str, each: int = 1) -> config_lib.RunConfig:
+        return settings(cluster=config_lib.ClusterConfig(backend="ray", address=address, accelerators_per_host=each))
 
     workdirs.open_workdir(on("10.0.0.1:6379"), str(tmp_path))
     workdirs.open_workdir(on("10.0.0.9:41000"), str(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["cluster"]["address"] == "10.0.0.9:41000"
-    assert config.digest(on("10.0.0.1:6379")) == config.digest(on("10.0.0.9:41000"))
+    assert config_lib.digest(on("10.0.0.1:6379")) == config_lib.digest(on("10.0.0.9:41000"))
     with pytest.raises(protocols.ConfigError, match=r"config\.cluster\.accelerators_per_host is 1 there and 2 here"):
         workdirs.open_workdir(on("10.0.0.1:6379", each=2), str(tmp_path))
 
@@ -176,7 +177,7 @@ def test_any_other_field_makes_it_another_run(tmp_path, monkeypatch):
 
 
 def test_a_run_that_saves_nothing_is_not_overwritten_by_the_same_command(tmp_path):
-    unsaved = settings(checkpoint=config.CheckpointConfig(every=0))
+    unsaved = settings(checkpoint=config_lib.CheckpointConfig(every=0))
     workdir = workdirs.open_workdir(unsaved, str(tmp_path / "run"))
     (workdir / "metrics.jsonl").write_text('{"step": 0}\n')
     workdirs.open_workdir(unsaved, str(workdir))  # nothing has been trained yet
@@ -188,12 +189,12 @@ def test_a_run_that_saves_nothing_is_not_overwritten_by_the_same_command(tmp_pat
 
 
 def test_a_setting_that_is_a_list_of_names_takes_names():
-    parsed = config.parse(config.RunConfig, {"scheduler": {"learnt_from": ("runs/a", "runs/b")}})
+    parsed = config_lib.parse(config_lib.RunConfig, {"scheduler": {"learnt_from": ("runs/a", "runs/b")}})
     assert parsed.scheduler.learnt_from == ("runs/a", "runs/b")
     with pytest.raises(protocols.ConfigError, match=r"config\.scheduler\.learnt_from: must hold strings, not \(1,\)"):
-        config.parse(config.RunConfig, {"scheduler": {"learnt_from": (1,)}})
+        config_lib.parse(config_lib.RunConfig, {"scheduler": {"learnt_from": (1,)}})
     with pytest.raises(protocols.ConfigError, match=r"config\.planner\.degrees: must hold integers"):
-        config.parse(config.RunConfig, {"planner": {"degrees": ("1",)}})
+        config_lib.parse(config_lib.RunConfig, {"planner": {"degrees": ("1",)}})
 
 
 def test_a_dry_run_foresees_the_workdir_and_leaves_nothing_in_it(tmp_path):

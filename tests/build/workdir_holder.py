@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.build import observing, workdirs
 from libra_jax.coordinator import fencing
 from libra_jax.utils import machine
@@ -24,7 +24,7 @@ def be_elsewhere() -> None:
 
 
 async def main(workdir: str) -> None:
-    run = config.RunConfig(telemetry=config.TelemetryConfig(console=False))
+    run = config_lib.RunConfig(telemetry=config_lib.TelemetryConfig(console=False))
     path: Path = workdirs.open_workdir(run, workdir)
     token = workdirs.take_fencing_token(path)
     with observing.observed(run, path, token):

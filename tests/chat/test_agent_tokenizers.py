@@ -6,7 +6,8 @@ from chat_templates import save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.examples import calculator
 
@@ -167,9 +168,9 @@ def test_a_template_that_is_not_incremental_still_renders_whole_dialogues(tmp_pa
     with pytest.raises(protocols.DataError, match="not incremental"):
         loaded.render(asked, first=False, generation_prompt=True)
     folder = save(tmp_path, counting)
-    assert tokenizers.create(config.TaskConfig(tokenizer=""), folder, incremental=False).vocab_size > 256
+    assert tokenizers.create(config_lib.TaskConfig(tokenizer=""), folder, incremental=False).vocab_size > 256
     with pytest.raises(protocols.DataError, match="not incremental"):
-        tokenizers.create(config.TaskConfig(tokenizer=""), folder)
+        tokenizers.create(config_lib.TaskConfig(tokenizer=""), folder)
 
 
 def test_a_template_that_ends_turns_in_plain_text_is_refused(tmp_path):
@@ -202,13 +203,13 @@ def test_bad_directories_end_in_one_sentence(tmp_path):
 
 
 def test_the_config_names_the_tokenizer(tmp_path):
-    assert isinstance(tokenizers.create(config.TaskConfig(), ""), tokenizers.CharacterTokenizer)
+    assert isinstance(tokenizers.create(config_lib.TaskConfig(), ""), tokenizers.CharacterTokenizer)
     folder = save(tmp_path / "model", QWEN)
-    assert tokenizers.create(config.TaskConfig(tokenizer=""), folder).vocab_size > 256
+    assert tokenizers.create(config_lib.TaskConfig(tokenizer=""), folder).vocab_size > 256
     with pytest.raises(protocols.ConfigError, match=r"config\.task\.tokenizer: is empty and so is model\.path"):
-        tokenizers.create(config.TaskConfig(tokenizer=""), "")
+        tokenizers.create(config_lib.TaskConfig(tokenizer=""), "")
     with pytest.raises(protocols.ConfigError, match="did you mean 'character'"):
-        tokenizers.create(config.TaskConfig(tokenizer="charcter"), "")
+        tokenizers.create(config_lib.TaskConfig(tokenizer="charcter"), "")
 
 
 def test_a_tokenizer_that_never_stops_writes_the_template_all_the_same():

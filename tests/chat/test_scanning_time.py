@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import formats, thoughts
 from libra_jax.environments import episodes, math, question, search_qa
 from libra_jax.rewards import judge
@@ -135,7 +136,7 @@ def test_a_grader_that_hangs_leaves_the_event_loop_and_keeps_the_deadline(module
     monkeypatch.setattr(module, name, lambda *_: release.wait(60), raising=False)
 
     async def body():
-        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig()) as tools:
             task = protocols.Task("t", {"prompt": "?", "answer": "42"})
             limits = loop.Limits(1, 1, 1, tool_seconds=0.2, temperature=1.0)
             environment = deadline_environment.Environment(make(tools), task, limits)

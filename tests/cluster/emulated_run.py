@@ -18,7 +18,7 @@ from typing import Any
 
 from cluster_actors import Counter
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.cluster import emulated, granted, hosts
 from libra_jax.protocols import ActorSpec, LibraError, WorkerLost
 
@@ -31,12 +31,12 @@ SECONDS = 120.0
 def layout(each: int = EACH, processes: int = 2, degrees: tuple[int, ...] = (1, 1)) -> hosts.Layout:
     """Two devices a process of the trainer, so that each fills a host of two."""
     found = hosts.layout(
-        libra_config.RunConfig(
-            trainer=libra_config.TrainerConfig(
+        config_lib.RunConfig(
+            trainer=config_lib.TrainerConfig(
                 data=2 * processes, processes=processes, rows_per_micro_batch=2 * processes
             ),
-            rollout=libra_config.RolloutConfig(tensor_parallel=degrees),
-            cluster=libra_config.ClusterConfig(backend="ray", accelerators_per_host=each),
+            rollout=config_lib.RolloutConfig(tensor_parallel=degrees),
+            cluster=config_lib.ClusterConfig(backend="ray", accelerators_per_host=each),
         )
     )
     assert found is not None
@@ -54,7 +54,7 @@ async def cluster(
     from libra_jax.cluster import create
 
     made = create.create(
-        libra_config.ClusterConfig(backend="ray", address=address, accelerators_per_host=EACH),
+        config_lib.ClusterConfig(backend="ray", address=address, accelerators_per_host=EACH),
         start_seconds=SECONDS,
         layout=laid_out,
         platform=platform,

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.cluster import granted, hosts
 from libra_jax.protocols import LibraError
 
@@ -66,10 +66,10 @@ def test_a_cluster_that_can_never_hold_the_run_is_refused_with_what_it_has(needs
 
 def test_hosts_of_a_role_that_too_few_nodes_may_have_are_refused():
     layout = hosts.layout(
-        libra_config.RunConfig(
-            trainer=libra_config.TrainerConfig(data=2, processes=2, rows_per_micro_batch=2),
-            rollout=libra_config.RolloutConfig(tensor_parallel=(1,)),
-            cluster=libra_config.ClusterConfig(backend="ray", accelerators_per_host=1),
+        config_lib.RunConfig(
+            trainer=config_lib.TrainerConfig(data=2, processes=2, rows_per_micro_batch=2),
+            rollout=config_lib.RolloutConfig(tensor_parallel=(1,)),
+            cluster=config_lib.ClusterConfig(backend="ray", accelerators_per_host=1),
         )
     )
     a, b, c = (dataclasses.replace(node(name, 1), role="rollout" * (name != "a")) for name in "abc")
@@ -81,10 +81,10 @@ def test_hosts_of_a_role_that_too_few_nodes_may_have_are_refused():
 
 def test_a_shortage_of_cpus_is_told_as_such_and_not_as_one_of_accelerators():
     layout = hosts.layout(
-        libra_config.RunConfig(
-            trainer=libra_config.TrainerConfig(data=2, rows_per_micro_batch=2),
-            rollout=libra_config.RolloutConfig(tensor_parallel=(2,)),
-            cluster=libra_config.ClusterConfig(backend="ray", accelerators_per_host=2),
+        config_lib.RunConfig(
+            trainer=config_lib.TrainerConfig(data=2, rows_per_micro_batch=2),
+            rollout=config_lib.RolloutConfig(tensor_parallel=(2,)),
+            cluster=config_lib.ClusterConfig(backend="ray", accelerators_per_host=2),
         )
     )
     enough, few = ({"GPU": 2.0, "CPU": cpus} for cpus in (2.0, 1.0))
@@ -127,10 +127,10 @@ def test_a_worker_gets_the_ids_that_its_host_was_given():
 
 def test_what_was_granted_is_told_in_a_line_and_whole_to_programs():
     layout = hosts.layout(
-        libra_config.RunConfig(
-            trainer=libra_config.TrainerConfig(data=4, processes=2, rows_per_micro_batch=4),
-            rollout=libra_config.RolloutConfig(tensor_parallel=(1,)),
-            cluster=libra_config.ClusterConfig(backend="ray", accelerators_per_host=2),
+        config_lib.RunConfig(
+            trainer=config_lib.TrainerConfig(data=4, processes=2, rows_per_micro_batch=4),
+            rollout=config_lib.RolloutConfig(tensor_parallel=(1,)),
+            cluster=config_lib.ClusterConfig(backend="ray", accelerators_per_host=2),
         )
     )
     found = granted.Granted(layout, tuple(node(name, jax="0.10.2", ray="2.60.0") for name in "abc"), "GPU")

@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import hosts
 
@@ -20,12 +20,12 @@ def run(
     processes: int = 1,
     degrees: tuple[int, ...] = (1,),
 ):
-    return libra_config.RunConfig(
-        trainer=libra_config.TrainerConfig(
+    return config_lib.RunConfig(
+        trainer=config_lib.TrainerConfig(
             data=data, tensor=tensor, context=context, processes=processes, rows_per_micro_batch=data
         ),
-        rollout=libra_config.RolloutConfig(tensor_parallel=degrees),
-        cluster=libra_config.ClusterConfig(backend="ray", accelerators_per_host=each),
+        rollout=config_lib.RolloutConfig(tensor_parallel=degrees),
+        cluster=config_lib.ClusterConfig(backend="ray", accelerators_per_host=each),
     )
 
 
@@ -46,7 +46,7 @@ def test_wide_instances_are_placed_first_and_narrow_ones_fill_what_is_left_of_th
 
 
 def test_a_run_without_a_size_of_hosts_is_not_laid_out():
-    assert hosts.layout(libra_config.RunConfig()) is None
+    assert hosts.layout(config_lib.RunConfig()) is None
 
 
 @hypothesis.given(
@@ -103,4 +103,4 @@ def test_what_does_not_fit_a_host_is_refused_by_field(settings, message):
 
 def test_a_layout_needs_ray():
     with pytest.raises(protocols.ConfigError, match=r"cluster\.accelerators_per_host: .* needs cluster\.backend=ray"):
-        libra_config.ClusterConfig(accelerators_per_host=8)
+        config_lib.ClusterConfig(accelerators_per_host=8)

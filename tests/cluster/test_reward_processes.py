@@ -9,7 +9,8 @@ import signal
 import psutil
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.cluster import create
 from libra_jax.rewards import actors, composition, scoring
 
@@ -21,10 +22,10 @@ TASK = protocols.Task("t", {"prompt": "12*34"})
 def run(body, functions, notes, **reward):
     """Runs an async function of the scorer of these functions, in processes of their own."""
     entries = {name: {"factory": f"reward_functions:{factory}"} for name, factory in functions.items()}
-    made = config.RewardConfig(functions=entries, environment_weight=0.0, cache_entries=0, **reward)
+    made = config_lib.RewardConfig(functions=entries, environment_weight=0.0, cache_entries=0, **reward)
 
     async def main():
-        actors = create.create(config.ClusterConfig(backend="ray"), shutdown_seconds=1, start_seconds=120)
+        actors = create.create(config_lib.ClusterConfig(backend="ray"), shutdown_seconds=1, start_seconds=120)
         try:
             async with composition.open_scorer(made, actors, note=notes.append, start_seconds=60) as scorer:
                 return await body(scorer)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import trainer_processes as doubles
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.cluster import inprocess
 from libra_jax.trainer_control import client
 
@@ -37,7 +38,7 @@ def test_a_trainer_over_two_nodes_takes_the_steps_of_one_process(tmp_path):
         cluster = inprocess.InProcessCluster(shutdown_seconds=30)
         model = str(tmp_path / "model")
         processes = client.TrainerProcesses(cluster, doubles.maker(model, protocols.MeshSizes(2, 2, 1)))
-        trainer = client.TrainerClient(processes, config.DeadlineConfig())
+        trainer = client.TrainerClient(processes, config_lib.DeadlineConfig())
         await trainer.make()
         await trainer.start()
         losses = [(await trainer.train_step(doubles.batch(version, seed=version)))["loss"] for version in range(2)]

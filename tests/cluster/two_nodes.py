@@ -13,7 +13,8 @@ import sys
 import ray_nodes
 import trainer_processes as doubles
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.cluster import ray_cluster
 from libra_jax.trainer_control import client
 
@@ -21,7 +22,7 @@ from libra_jax.trainer_control import client
 async def train(address: str, model: str) -> dict[str, list]:
     cluster = ray_cluster.RayCluster(address, start_seconds=120, shutdown_seconds=30)
     processes = client.TrainerProcesses(cluster, doubles.maker(model, protocols.MeshSizes(2, 2, 1)), count=2)
-    trainer = client.TrainerClient(processes, config.DeadlineConfig())
+    trainer = client.TrainerClient(processes, config_lib.DeadlineConfig())
     try:
         await trainer.make()
         await trainer.start()

@@ -8,7 +8,8 @@ import json
 import sys
 import threading
 
-from libra_jax import config, harness, protocols
+from libra_jax import config as config_lib
+from libra_jax import harness, protocols
 from libra_jax.harness.gateway import server
 from libra_jax.tools import toolkit
 
@@ -60,7 +61,7 @@ class Model(protocols.Conversation, protocols.Conversations):
 def model(write=lambda messages: "fine"):
     """Yields a running model. Its gateway has a thread and an event loop of its own."""
     made = Model(write)
-    serving = server.Server(made, config.GatewayConfig())
+    serving = server.Server(made, config_lib.GatewayConfig())
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -106,7 +107,7 @@ def run_with_tools(given, model, **arguments):
     """Runs a harness that uses the run's sandbox, to score what an agent left for example."""
 
     async def body():
-        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig(warm=1)) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig(warm=1)) as tools:
             made = harness.environment(tools=tools, **arguments)
             try:
                 return await made.run(given, endpoint(model))

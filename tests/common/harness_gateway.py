@@ -7,7 +7,8 @@ import secrets
 
 import session_doubles
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import chat_format, tokenizers
 from libra_jax.harness.gateway import server
 from libra_jax.rollouts import harness_loop, loop
@@ -40,7 +41,7 @@ class Gateway(protocols.Gateway, protocols.Conversations):
 async def serving():
     """Yields what sessions need."""
     gateway = Gateway()
-    serving = server.Server(gateway, config.GatewayConfig())
+    serving = server.Server(gateway, config_lib.GatewayConfig())
     gateway._url = await serving.start()
     try:
         yield harness_loop.Host(gateway, lambda: chat_format.CharacterFormat(session_doubles.CHARACTERS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import planner
@@ -16,9 +16,9 @@ NARROW = protocols.Plan(1, 2, 1, (protocols.PlannedBucket(1, 14, 60_000),))
 
 
 def make(plan=NARROW, setting=None, trials: ranking.Trials | None = None, **changes) -> planner.GlobalPlanner:
-    config = configuration.PlannerConfig(**{"period": 2, "cooldown": 0, **changes})
+    config = config_lib.PlannerConfig(**{"period": 2, "cooldown": 0, **changes})
     setting = setting or forecast.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 1)
-    masks = configuration.TaskConfig(cut_off="mask", cut_off_limits=("max_context",)).masks
+    masks = config_lib.TaskConfig(cut_off="mask", cut_off_limits=("max_context",)).masks
     return planner.GlobalPlanner(config, setting, plan, masks=masks, trials=trials)
 
 

@@ -8,7 +8,8 @@ import shutil
 import pytest
 import sandboxes
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import repo_repair
 from libra_jax.rewards.repair import snapshots, suites
 from libra_jax.tools import toolkit
@@ -17,7 +18,7 @@ from libra_jax.tools.sandbox import limits, pool
 LIMITS = limits.Limits(
     seconds=8.0, cpu_seconds=2.0, memory_mib=256, processes=24, file_mib=4, workspace_mib=8, files=2000
 )
-SANDBOX = config.SandboxConfig(
+SANDBOX = config_lib.SandboxConfig(
     seconds=8.0, cpu_seconds=2.0, memory_mib=256, processes=24, file_mib=4, workspace_mib=8, files=2000, warm=2
 )
 
@@ -93,7 +94,7 @@ def with_tools(work, use=("shell", "edit", "python")):
     sandboxes.skip_without_bubblewrap()
 
     async def body():
-        async with toolkit.Toolkit(config.ToolsConfig(use=use, describe=False), SANDBOX) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(use=use, describe=False), SANDBOX) as tools:
             return await work(tools)
 
     return asyncio.run(body())

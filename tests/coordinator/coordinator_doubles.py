@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import parts
 from libra_jax.coordinator import run as run_module
@@ -54,7 +54,7 @@ class DirectCluster:
 
 
 def run_context(
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
     cluster: Any = None,
     recorder: protocols.Recorder | None = None,
     workdir: Path = Path("unused"),
@@ -296,17 +296,17 @@ class Handed:
         pass
 
 
-async def engine_client(engine: Any, config: configuration.RunConfig) -> engines_client.EngineClient:
+async def engine_client(engine: Any, config: config_lib.RunConfig) -> engines_client.EngineClient:
     """A client of an engine that is there already."""
     made = engines_client.EngineClient(Handed(engine), protocols.ActorSpec(engine.name, "", {}), config.deadlines)
     await made.make()
     return made
 
 
-async def alone(trainer: protocols.Trainer, limits: configuration.DeadlineConfig | None = None) -> client.TrainerClient:
+async def alone(trainer: protocols.Trainer, limits: config_lib.DeadlineConfig | None = None) -> client.TrainerClient:
     """Returns the client of a trainer of one process, which is made."""
     processes = client.TrainerProcesses(Handed(trainer), lambda *_: protocols.ActorSpec("trainer", "", {}))
-    made = client.TrainerClient(processes, limits or configuration.DeadlineConfig())
+    made = client.TrainerClient(processes, limits or config_lib.DeadlineConfig())
     await made.make()
     return made
 
@@ -323,7 +323,7 @@ def rambling(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> in
     return sampling.stop_token_ids[0] if token_ids[-2:] in ([13, 1], [51, 1]) else 7
 
 
-def make_config(**changes: Any) -> configuration.RunConfig:
+def make_config(**changes: Any) -> config_lib.RunConfig:
     """A tiny run; nested groups are given as dicts."""
     values: dict[str, Any] = {
         "steps": 4,
@@ -334,10 +334,10 @@ def make_config(**changes: Any) -> configuration.RunConfig:
     }
     for name, change in changes.items():
         values[name] = {**values.get(name, {}), **change} if isinstance(change, dict) else change
-    return configuration.parse(configuration.RunConfig, values)
+    return config_lib.parse(config_lib.RunConfig, values)
 
 
-def engine_specs(config: configuration.RunConfig, count: int = 2, **arguments: Any) -> list[protocols.ActorSpec]:
+def engine_specs(config: config_lib.RunConfig, count: int = 2, **arguments: Any) -> list[protocols.ActorSpec]:
     rollout = {
         "slots": config.rollout.slots,
         "max_context": config.rollout.max_context,
@@ -362,7 +362,7 @@ def engine_specs(config: configuration.RunConfig, count: int = 2, **arguments: A
 
 
 def make_coordinator(
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
     *,
     cluster: protocols.Cluster,
     trainer_spec: protocols.ActorSpec,
@@ -400,7 +400,7 @@ class Bench:
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        config: config_lib.RunConfig,
         workdir: Path,
         *,
         make_environment: Callable[[], protocols.Environment] = TwoTurns,

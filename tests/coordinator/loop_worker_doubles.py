@@ -10,7 +10,7 @@ from typing import Any
 
 import coordinator_doubles as doubles
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.rollouts import loop_worker, rollouts
 from libra_jax.utils import run_context
@@ -54,7 +54,7 @@ class Mortal(loop_worker.Worker):
 
 
 def create(
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
     make_environment: Callable[[], Any],
     lives: list[float],
     agent: dict[str, Any],
@@ -73,7 +73,7 @@ def create(
 
 
 def specs(
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
     count: int,
     make_environment: Callable[[], Any] = doubles.TwoTurns,
     lives: Sequence[float] = (),
@@ -90,7 +90,7 @@ class Bench(doubles.Bench):
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        config: config_lib.RunConfig,
         workdir: Path,
         count: int = 2,
         make_environment: Callable[[], Any] = doubles.TwoTurns,

@@ -10,7 +10,7 @@ from typing import Any
 
 import coordinator_doubles as doubles
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import checkpoints
 
@@ -70,7 +70,7 @@ def make_trainer(log: str) -> SizedTrainer:
     return SizedTrainer(0.5, 3, log)
 
 
-def make_bench(config: configuration.RunConfig, workdir: Path) -> doubles.Bench:
+def make_bench(config: config_lib.RunConfig, workdir: Path) -> doubles.Bench:
     return doubles.Bench(
         config,
         workdir,
@@ -96,7 +96,7 @@ def run_for(bench: doubles.Bench, seconds: float) -> bool:
     return doubles.run_on_clock(main())
 
 
-def run_killed(config: configuration.RunConfig, workdir: Path, seconds: float, moments: random.Random) -> doubles.Bench:
+def run_killed(config: config_lib.RunConfig, workdir: Path, seconds: float, moments: random.Random) -> doubles.Bench:
     """Runs to the end, killed again and again; `seconds` is how long it takes without. Returns the last run."""
     resumed: list[int] = []
     # Longer each time, because a run that never gets from one checkpoint to the next does not end.

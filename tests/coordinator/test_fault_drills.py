@@ -19,7 +19,7 @@ import pytest
 import sandboxes
 import tool_doubles
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.tools import toolkit
 from libra_jax.tools.sandbox import backends
@@ -111,14 +111,14 @@ def test_of_500_trajectories_with_5_percent_crashes_every_prompt_is_trained_once
 # A server that several attempts share ---------------------------------------------------------------------------------
 
 
-def run_with_server(tmp_path: Path, config: configuration.RunConfig, **arguments: Any) -> tuple[Any, Any, Any]:
+def run_with_server(tmp_path: Path, config: config_lib.RunConfig, **arguments: Any) -> tuple[Any, Any, Any]:
     """A run on the virtual clock whose tool is a server; bench, summary and the server."""
-    tools_config = configuration.ToolsConfig(use=("tool_doubles:Server",), arguments={"tool_doubles:Server": arguments})
+    tools_config = config_lib.ToolsConfig(use=("tool_doubles:Server",), arguments={"tool_doubles:Server": arguments})
     tool_doubles.Server.made.clear()
     tool_doubles.ToolTurns.open = 0
 
     async def body() -> tuple[Any, Any]:
-        async with toolkit.Toolkit(tools_config, configuration.SandboxConfig()) as tools:
+        async with toolkit.Toolkit(tools_config, config_lib.SandboxConfig()) as tools:
             bench = doubles.Bench(
                 config, tmp_path, make_environment=lambda: tool_doubles.ToolTurns(tools, "lookup", {"task": 0})
             )
@@ -208,11 +208,11 @@ async def outage(made: Any, seconds: float, seen: list[Any]) -> None:
     made._backend = whole
 
 
-def run_with_sandboxes(tmp_path: Path, config: configuration.RunConfig, seconds: float) -> tuple[Any, Any, list[Any]]:
+def run_with_sandboxes(tmp_path: Path, config: config_lib.RunConfig, seconds: float) -> tuple[Any, Any, list[Any]]:
     """A run in real time whose tool is Python in a sandbox, with an outage; bench, summary, processes seen."""
     sandboxes.skip_without_bubblewrap()
-    tools_config = configuration.ToolsConfig(use=("python",))
-    sandbox = configuration.SandboxConfig(seconds=5.0, memory_mib=256, warm=2, most=MOST)
+    tools_config = config_lib.ToolsConfig(use=("python",))
+    sandbox = config_lib.SandboxConfig(seconds=5.0, memory_mib=256, warm=2, most=MOST)
     seen: list[Any] = []
     tool_doubles.ToolTurns.open = 0
 

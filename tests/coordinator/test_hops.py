@@ -19,7 +19,8 @@ import pytest
 
 import libra_jax
 from configs import simulate
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.training import step
 
 HOPS, FILES = 10, 6
@@ -94,7 +95,7 @@ def check(path: Sequence[Place], first: str, last: str) -> None:
 
 @pytest.mark.slow
 def test_the_path_from_a_batch_to_its_gradient_is_short(tmp_path, monkeypatch):
-    run = config.RunConfig(name="toy", steps=1)
+    run = config_lib.RunConfig(name="toy", steps=1)
     run.rollout.engine, run.rollout.max_context, run.rollout.max_tokens = "fake", 128, 16
     run.trainer.platform, run.trainer.row_tokens = "cpu", 128
     run.coordinator.groups_per_step, run.coordinator.group_size = 1, 2

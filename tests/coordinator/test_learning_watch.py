@@ -5,7 +5,7 @@ from __future__ import annotations
 import coordinator_doubles as doubles
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import reports
 
@@ -82,7 +82,7 @@ def test_simulated_steps_have_no_gradient_to_speak_of():
 
 
 def test_group_estimators_are_those_that_compare_a_group():
-    assert set(configuration.ADVANTAGES) - set(configuration.GROUP_ADVANTAGES) == {
+    assert set(config_lib.ADVANTAGES) - set(config_lib.GROUP_ADVANTAGES) == {
         "reinforce_plus_plus",
         "distillation",
         "gae",

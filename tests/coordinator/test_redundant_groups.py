@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 
 
@@ -171,11 +171,11 @@ def test_wherever_it_dies_what_it_trains_and_what_it_reports_add_up(
     ("redundancy", "groups", "spare"), [(0.0, 32, 0), (0.1, 30, 3), (0.25, 32, 8), (0.01, 8, 1), (1.5, 3, 5)]
 )
 def test_the_share_is_rounded_up_to_groups(redundancy, groups, spare):
-    config = configuration.CoordinatorConfig(groups_per_step=groups, redundancy=redundancy)
+    config = config_lib.CoordinatorConfig(groups_per_step=groups, redundancy=redundancy)
     assert config.spare_groups == spare
 
 
 @pytest.mark.parametrize("redundancy", [-0.1, float("nan"), float("inf")])
 def test_a_share_that_cannot_be_is_refused_by_name(redundancy):
     with pytest.raises(protocols.ConfigError, match=r"config\.coordinator\.redundancy: must"):
-        configuration.CoordinatorConfig(redundancy=redundancy)
+        config_lib.CoordinatorConfig(redundancy=redundancy)

@@ -12,7 +12,7 @@ import pytest
 import relay_doubles as doubles
 from relay_doubles import Hosts, on_clock
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.hybrid import training_sides
 from libra_jax.scheduling import registry
@@ -69,12 +69,12 @@ def test_engines_that_get_their_first_weights_together_are_told_of_once():
     assert len(told[0]) == 6
 
 
-@pytest.mark.parametrize("policy", configuration.POLICIES)
+@pytest.mark.parametrize("policy", config_lib.POLICIES)
 def test_a_scheduler_that_hears_of_all_instances_at_once_places_as_one_that_hears_of_each(policy):
     every = [protocols.Instance(f"engine-{number}", (1, 1, 2, 4)[number % 4], 2) for number in range(12)]
 
     def placed(heard: Sequence[Sequence[protocols.Instance]]) -> list[protocols.Placement]:
-        settings = configuration.SchedulerConfig(policy=policy, max_remaining_tokens=(100, 1_000))
+        settings = config_lib.SchedulerConfig(policy=policy, max_remaining_tokens=(100, 1_000))
         scheduler = registry.create(settings, remaining=lambda request: 500, kinds=((1, ""), (2, ""), (4, "")))
         for instances in heard:
             assert scheduler.on_instance_change(instances, 0.0) == []

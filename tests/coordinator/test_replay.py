@@ -12,7 +12,7 @@ import prompt_doubles
 import pytest
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import prompts, replay
 
@@ -207,10 +207,10 @@ def test_replayed_rollouts_count_nowhere_but_in_their_own_metrics(tmp_path):
 )
 def test_replays_that_cannot_help_are_refused_by_name(changes, sentence):
     with pytest.raises(protocols.ConfigError, match=sentence):
-        configuration.RunConfig(
-            algorithm=configuration.AlgorithmConfig(**{**SUCCESS, **changes}),
-            coordinator=configuration.CoordinatorConfig(max_staleness=2),
-            critic=configuration.CriticConfig(enabled=changes.get("advantage") == "gae"),
+        config_lib.RunConfig(
+            algorithm=config_lib.AlgorithmConfig(**{**SUCCESS, **changes}),
+            coordinator=config_lib.CoordinatorConfig(max_staleness=2),
+            critic=config_lib.CriticConfig(enabled=changes.get("advantage") == "gae"),
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 import relay_doubles as doubles
 from relay_doubles import Hosts, on_clock
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.weights import relay_tree
 
@@ -161,6 +161,6 @@ def test_frozen_weights_are_not_compared():
 
 def test_settings_that_cannot_be_are_refused_by_name():
     with pytest.raises(protocols.ConfigError, match=r"rollout\.full_sync_every.*nccl.*set it to 1"):
-        configuration.RolloutConfig(transport="nccl", full_sync_every=10)
+        config_lib.RolloutConfig(transport="nccl", full_sync_every=10)
     with pytest.raises(protocols.ConfigError, match=r"rollout\.full_sync_every.*must be positive"):
-        configuration.RolloutConfig(full_sync_every=0)
+        config_lib.RolloutConfig(full_sync_every=0)

@@ -7,7 +7,7 @@ import asyncio
 import coordinator_doubles as doubles
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.engines import fake_engine
 
@@ -75,4 +75,4 @@ def test_engines_after_the_first_stop_for_the_load_alone(tmp_path):
 
 def test_other_transports_are_refused_by_name():
     with pytest.raises(protocols.ConfigError, match=r"rollout\.sync_at_once.*nccl.*set it to 0"):
-        configuration.RolloutConfig(transport="nccl", sync_at_once=1)
+        config_lib.RolloutConfig(transport="nccl", sync_at_once=1)

@@ -8,7 +8,7 @@ import coordinator_doubles as doubles
 import pytest
 import stepwise_policy
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.rollouts import factories
 
@@ -22,7 +22,7 @@ def make_config(policy):
     spec.loader.exec_module(module)
     config = module.get_config(policy)
     config.steps, config.warm_start.steps = 4, 0
-    return configuration.checked(config)
+    return config_lib.checked(config)
 
 
 def engine_specs(rollout):

@@ -99,7 +99,7 @@ import generated
 from libra_jax.config import listing
 from libra_jax.simulator import settings
 flags = {name: [flag.name for flag in generated.script_flags(name)[1]] for name in generated.scripts()}
-kinds = {"run": generated.libra_config.RunConfig, "simulated": settings.SimulatedRun}
+kinds = {"run": generated.config_lib.RunConfig, "simulated": settings.SimulatedRun}
 fields = {name: {s.name: s.meaning for s in listing.settings(kind)} for name, kind in kinds.items()}
 json.dump({"flags": flags, "fields": fields}, sys.stdout)
 """

@@ -14,7 +14,8 @@ import types
 import pages
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.algorithms import contract
 from libra_jax.rewards import scoring
 from libra_jax.tools import toolkit
@@ -56,8 +57,8 @@ def test_the_environment_with_two_tools_calls_them_and_scores(page, tmp_path, mo
         return f"<tool_call>{asked}</tool_call>"
 
     async def attempt() -> list[protocols.StepResult]:
-        tools = config.ToolsConfig(use=("warehouse:stock", "warehouse:price"))
-        async with toolkit.Toolkit(tools, config.SandboxConfig()) as opened:
+        tools = config_lib.ToolsConfig(use=("warehouse:stock", "warehouse:price"))
+        async with toolkit.Toolkit(tools, config_lib.SandboxConfig()) as opened:
             environment = warehouse.environment(opened)
             task = protocols.Task("t", {"prompt": "How many gears?", "answer": "5"})
             told = await environment.reset(task)
@@ -141,7 +142,7 @@ def test_the_config_file_is_accepted(tmp_path, monkeypatch):
     load("docs/guides/configs.md", "mine.py", tmp_path, monkeypatch)
     import mine
 
-    assert config.checked(mine.get_config("elsewhere")).model.path == "elsewhere"
+    assert config_lib.checked(mine.get_config("elsewhere")).model.path == "elsewhere"
 
 
 def run_in(folder: pathlib.Path, *arguments: str) -> str:
@@ -226,7 +227,7 @@ def test_the_python_example_trains_with_a_config_that_is_accepted(tmp_path, monk
         libra_jax, "train", lambda run, **objects: asked.update(run=run, **objects) or types.SimpleNamespace(rewards={})
     )
     sums.main()
-    assert config.checked(asked["run"]).name == "sums"
+    assert config_lib.checked(asked["run"]).name == "sums"
     assert asked["reward"](protocols.Task("t", asked["tasks"][12]), "3") == 1.0
     assert asked["reward"](protocols.Task("t", {"prompt": "?", "answer": 0.5}), "0.50") == 1.0
     tasks = [protocols.Task("t", task) for task in asked["tasks"]]
@@ -242,12 +243,12 @@ def test_the_page_on_rewards_names_every_field_of_a_transcript():
 
 def test_the_functions_of_the_loss_page_keep_the_contract(tmp_path, monkeypatch):
     load("docs/guides/own_loss.md", "my_loss.py", tmp_path, monkeypatch)
-    algorithm = config.AlgorithmConfig(
+    algorithm = config_lib.AlgorithmConfig(
         loss="my_loss:asymmetric", loss_arguments={"failures": 0.25}, advantage="my_loss:centred"
     )
     contract.check(algorithm)
     with pytest.raises(protocols.ConfigError, match=r"loss_arguments: .*'fail'.* did you mean 'failures'"):
-        contract.check(config.AlgorithmConfig(loss="my_loss:asymmetric", loss_arguments={"fail": 1.0}))
+        contract.check(config_lib.AlgorithmConfig(loss="my_loss:asymmetric", loss_arguments={"fail": 1.0}))
 
 
 def test_the_demonstration_begins_as_the_environment_poses_it(tmp_path, monkeypatch):
@@ -257,7 +258,7 @@ def test_the_demonstration_begins_as_the_environment_poses_it(tmp_path, monkeypa
     task = copying.task_source(0).task(5)
 
     async def posed():
-        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig()) as tools:
             environment = copying.environment(tools)
             opening = list(await environment.reset(task))
             told = environment.demonstration(task)

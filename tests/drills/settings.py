@@ -6,7 +6,7 @@ Two layouts, by the config's argument: "wide" has a trainer of two processes on 
   python launch/train.py --config=tests/drills/settings.py:narrow
 """
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 HOSTS = {"wide": 3, "hybrid": 3, "narrow": 2}
 """How many a layout takes."""
@@ -18,8 +18,8 @@ GROUPS, ATTEMPTS = 2, 2
 """Groups a step, attempts a group."""
 
 
-def get_config(layout: str = "narrow") -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def get_config(layout: str = "narrow") -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.name = f"drill-{layout}"
 
     config.model.preset = "libra-tiny"

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.config import engine_arguments
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
@@ -27,23 +28,23 @@ REFUSED = {
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_refused_argument_names_its_reason(arguments, message):
     with pytest.raises(protocols.ConfigError, match=rf"config\.rollout\.engine_arguments: .*{message}"):
-        config.RolloutConfig(engine_arguments=arguments)
+        config_lib.RolloutConfig(engine_arguments=arguments)
 
 
 def test_arguments_that_keep_the_distribution_pass_and_the_test_double_takes_none():
     arguments = {"enable_prefix_caching": True, "max_num_batched_tokens": 8192, "speculative_config": NGRAM}
-    assert config.RolloutConfig(engine_arguments=arguments).engine_arguments == arguments
+    assert config_lib.RolloutConfig(engine_arguments=arguments).engine_arguments == arguments
     with pytest.raises(protocols.ConfigError, match=r"rollout\.engine=fake takes none"):
-        config.RolloutConfig(engine="fake", engine_arguments=arguments)
+        config_lib.RolloutConfig(engine="fake", engine_arguments=arguments)
 
 
 @pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype"])
 def test_a_quantised_engine_needs_an_importance_correction(name):
-    rollout = config.RolloutConfig(engine_arguments={name: "fp8"})
+    rollout = config_lib.RolloutConfig(engine_arguments={name: "fp8"})
     with pytest.raises(protocols.ConfigError, match=f"{name} makes the engine sample from another policy"):
-        config.RunConfig(rollout=rollout)
-    config.RunConfig(rollout=rollout, algorithm=config.AlgorithmConfig(correction="truncated"))
-    config.RunConfig(rollout=config.RolloutConfig(engine_arguments={"kv_cache_dtype": "bfloat16"}))
+        config_lib.RunConfig(rollout=rollout)
+    config_lib.RunConfig(rollout=rollout, algorithm=config_lib.AlgorithmConfig(correction="truncated"))
+    config_lib.RunConfig(rollout=config_lib.RolloutConfig(engine_arguments={"kv_cache_dtype": "bfloat16"}))
 
 
 @pytest.mark.vllm

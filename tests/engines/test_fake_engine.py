@@ -7,7 +7,8 @@ import types
 
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.engines import fake_engine
 
 SAMPLING = protocols.SamplingParams(temperature=1.0, max_tokens=40, stop_token_ids=(2,))
@@ -19,7 +20,7 @@ def count_up(token_ids, sampling):
 
 
 def make(**options) -> fake_engine.FakeEngine:
-    rollout = config.to_dict(config.RolloutConfig(engine="fake", slots=2, max_context=64, stream_interval=4))
+    rollout = config_lib.to_dict(config_lib.RolloutConfig(engine="fake", slots=2, max_context=64, stream_interval=4))
     return fake_engine.create("rollout-0", {}, rollout, 1, 0, **options)
 
 

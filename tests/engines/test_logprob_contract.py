@@ -2,7 +2,8 @@
 
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.engines import logprob_contract
 
 
@@ -16,9 +17,11 @@ from libra_jax.engines import logprob_contract
 )
 def test_truncated_sampling_is_refused_with_the_fields_by_name(rollout, algorithm, named):
     with pytest.raises(protocols.ConfigError) as caught:
-        logprob_contract.check(config.RolloutConfig(**rollout), config.AlgorithmConfig(**algorithm))
+        logprob_contract.check(config_lib.RolloutConfig(**rollout), config_lib.AlgorithmConfig(**algorithm))
     assert all(name in str(caught.value) for name in named)
 
 
 def test_temperature_alone_is_allowed():
-    logprob_contract.check(config.RolloutConfig(temperature=0.7), config.AlgorithmConfig(correction="truncated"))
+    logprob_contract.check(
+        config_lib.RolloutConfig(temperature=0.7), config_lib.AlgorithmConfig(correction="truncated")
+    )

@@ -21,7 +21,8 @@ from vllm.entrypoints.launchers import app, cli_args
 from vllm.entrypoints.launchers.api_server import app_state
 from vllm.utils import argparse_utils
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rewards import teacher
 from libra_jax.weights import snapshot
 
@@ -188,8 +189,10 @@ def test_a_teacher_behind_vllms_server_scores_as_one_on_the_mesh(host):
     async def body():
         await host.sync(host.shape, params)
         async with served(host) as url:
-            algorithm = config.AlgorithmConfig(teacher=url, kl_coefficient=1.0)
-            run = config.RunConfig(algorithm=algorithm, rollout=config.RolloutConfig(max_context=255, max_tokens=8))
+            algorithm = config_lib.AlgorithmConfig(teacher=url, kl_coefficient=1.0)
+            run = config_lib.RunConfig(
+                algorithm=algorithm, rollout=config_lib.RolloutConfig(max_context=255, max_tokens=8)
+            )
             async with teacher.open_teacher(run, Ids()) as made:
                 scored = await asyncio.gather(*(made.log_probs(tokens) for tokens in vllm_host.PROMPTS))
                 with pytest.raises(protocols.ConfigError, match=r"refuses 256 tokens \(BadRequestError"):

@@ -13,14 +13,15 @@ import psutil
 import pytest
 from vllm.utils import network_utils
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.engines import vllm_engine, vllm_launch, vllm_plugin
 from libra_jax.models import config as model_config
 from libra_jax.utils import scratch
 
 
 def launch(name: str, tensor_parallel: int = 1) -> vllm_launch.Launch:
-    return vllm_launch.Launch(name, {"vocab_size": 8}, config.RolloutConfig(), tensor_parallel, 0, "auto", "")
+    return vllm_launch.Launch(name, {"vocab_size": 8}, config_lib.RolloutConfig(), tensor_parallel, 0, "auto", "")
 
 
 def test_named_cores_are_bound_and_one_that_is_not_there_is_refused():
@@ -56,7 +57,7 @@ def test_only_rotary_embeddings_without_weights_are_left_out_of_the_log():
 def test_an_engine_stops_listening_before_its_processes_end(monkeypatch):
     async def body():
         shape = model_config.to_hf(model_config.load_preset("libra-tiny"))
-        engine = vllm_engine.create("e", shape, config.to_dict(config.RolloutConfig()), 1, seed=0)
+        engine = vllm_engine.create("e", shape, config_lib.to_dict(config_lib.RolloutConfig()), 1, seed=0)
         listening = asyncio.ensure_future(asyncio.sleep(60))
         await asyncio.sleep(0)
         engine._engine = types.SimpleNamespace(output_handler=listening)

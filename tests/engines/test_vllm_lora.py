@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import vllm_host
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.engines import vllm_weights
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
@@ -21,7 +21,7 @@ from libra_jax.weights import adapter_snapshot
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-LARGEST = config.LoraConfig(rank=64, alpha=16)
+LARGEST = config_lib.LoraConfig(rank=64, alpha=16)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ import psutil
 import pytest
 import vllm_host
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.engines import vllm_engine
 from libra_jax.models import config as models_config
 
@@ -23,12 +24,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PARENT = """
 import asyncio, json, signal
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.models import config as models_config
 from libra_jax.engines import vllm_engine
 
 async def main():
-    rollout = config.to_dict(config.RolloutConfig(max_context=64, max_tokens=8, slots=4, kv_cache_gib=0.05))
+    rollout = config_lib.to_dict(config_lib.RolloutConfig(max_context=64, max_tokens=8, slots=4, kv_cache_gib=0.05))
     shape = models_config.to_hf(models_config.load_preset("libra-tiny"))
     engine = vllm_engine.create("orphan", shape, rollout, 2, seed=0)
     info = await engine.start()
@@ -70,7 +71,9 @@ def test_settings_that_vllm_refuses_are_a_sentence_and_leave_no_process():
     rollout = dataclasses.replace(vllm_host.ROLLOUT, max_context=vllm_host.QWEN3.max_position_embeddings + 1)
 
     async def body():
-        engine = vllm_engine.create("refused", models_config.to_hf(vllm_host.QWEN3), config.to_dict(rollout), 1, seed=0)
+        engine = vllm_engine.create(
+            "refused", models_config.to_hf(vllm_host.QWEN3), config_lib.to_dict(rollout), 1, seed=0
+        )
         try:
             await engine.start()
         finally:
@@ -93,7 +96,7 @@ def test_a_failed_call_costs_an_engine_of_several_workers_but_not_one_of_a_singl
         engine = vllm_engine.create(
             "e",
             models_config.to_hf(vllm_host.QWEN3),
-            config.to_dict(vllm_host.ROLLOUT),
+            config_lib.to_dict(vllm_host.ROLLOUT),
             tensor_parallel,
             0,
             cpu_cores=binding,
@@ -109,4 +112,6 @@ def test_a_failed_call_costs_an_engine_of_several_workers_but_not_one_of_a_singl
 def test_more_workers_than_cores_are_refused_by_field(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
     with pytest.raises(protocols.ConfigError, match="tensor_parallel: 2 workers on CPU need a core each, and only 1"):
-        vllm_engine.create("wide", models_config.to_hf(vllm_host.QWEN3), config.to_dict(vllm_host.ROLLOUT), 2, seed=0)
+        vllm_engine.create(
+            "wide", models_config.to_hf(vllm_host.QWEN3), config_lib.to_dict(vllm_host.ROLLOUT), 2, seed=0
+        )

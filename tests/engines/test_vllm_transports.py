@@ -13,7 +13,8 @@ import vllm
 import vllm.platforms
 import vllm_host
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.engines import vllm_engine, vllm_launch, vllm_requests, vllm_weight_sender
 from libra_jax.models import config as models_config
 from libra_jax.weights import create
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_transfer_of_keys_and_values_without_cuda_is_refused_by_field():
-    rollout = config.to_dict(dataclasses.replace(vllm_host.ROLLOUT, kv_transfer="nixl"))
+    rollout = config_lib.to_dict(dataclasses.replace(vllm_host.ROLLOUT, kv_transfer="nixl"))
     with pytest.raises(protocols.ConfigError, match=r"rollout.kv_transfer: 'nixl' needs CUDA.*use 'none'"):
         vllm_engine.create("remote", models_config.to_hf(vllm_host.QWEN3), rollout, 1, seed=0)
 
@@ -32,7 +33,7 @@ def test_a_transfer_without_its_package_is_refused_by_field(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "nixl" else find(name, *rest))
-    rollout = config.to_dict(dataclasses.replace(vllm_host.ROLLOUT, kv_transfer="nixl"))
+    rollout = config_lib.to_dict(dataclasses.replace(vllm_host.ROLLOUT, kv_transfer="nixl"))
     with pytest.raises(protocols.ConfigError, match=r"rollout\.kv_transfer: the nixl package is not installed"):
         vllm_engine.create("remote", models_config.to_hf(vllm_host.QWEN3), rollout, 1, seed=0)
 
@@ -51,7 +52,7 @@ def test_an_instance_on_another_accelerator_than_the_config_names_is_refused(mon
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
-def started_with(monkeypatch, rollout: config.RolloutConfig) -> tuple[object, str | None]:
+def started_with(monkeypatch, rollout: config_lib.RolloutConfig) -> tuple[object, str | None]:
     """The connector and the port with which vLLM would be started; it is not started."""
     seen = []
 
@@ -85,7 +86,7 @@ class Keeping:
 
 def test_keys_and_values_are_kept_by_one_request_and_taken_by_the_next():
     async def hand_over():
-        rollout = config.to_dict(vllm_host.ROLLOUT)
+        rollout = config_lib.to_dict(vllm_host.ROLLOUT)
         engine = vllm_engine.create("giving", models_config.to_hf(vllm_host.QWEN3), rollout, 1, seed=0)
         engine._engine, engine._death = Keeping(), asyncio.get_running_loop().create_future()
         request = protocols.GenerationRequest("a", (5, 6), protocols.SamplingParams(1.0, 8, ()))
@@ -113,7 +114,7 @@ def test_a_requests_own_settings_reach_vllm_and_a_runs_requests_have_none():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_a_cuda_transport_without_cuda_is_refused_by_field(transport):
-    rollout = config.to_dict(dataclasses.replace(vllm_host.ROLLOUT, transport=transport))
+    rollout = config_lib.to_dict(dataclasses.replace(vllm_host.ROLLOUT, transport=transport))
     with pytest.raises(protocols.ConfigError, match=f"rollout.transport: '{transport}' needs CUDA"):
         vllm_engine.create("remote", models_config.to_hf(vllm_host.QWEN3), rollout, 1, seed=0)
     with pytest.raises(protocols.ConfigError, match=f"rollout.transport: '{transport}' needs CUDA"):

@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.engines import vllm_weights
 from libra_jax.models import config as models_config
 from libra_jax.models.adapters import adapters
 from libra_jax.models.hf import hf_names
 
-LORA = config.LoraConfig(rank=8)
+LORA = config_lib.LoraConfig(rank=8)
 SHAPE = models_config.load_preset("libra-tiny")
 ENTRIES = tuple(
     protocols.WeightEntry(entry.hf_name, "float32", entry.shape, 0, 4)

@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import transformers
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.engines import vllm_engine
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
@@ -27,7 +28,7 @@ PROMPTS = ((5, 6, 7, 8), (9, 3, 4), (20, 30, 40, 50, 60), (11, 11))
 QWEN3 = dataclasses.replace(models_config.load_preset("libra-tiny"), num_layers=2, vocab_size=104)
 QWEN2 = dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, qkv_bias=True, hidden_size=128)
 SHAPES = {1: QWEN3, 2: QWEN2}  # vLLM takes head_dim from hidden_size here: 128 / 4, of which its CPU kernels have 32.
-ROLLOUT = config.RolloutConfig(
+ROLLOUT = config_lib.RolloutConfig(
     max_context=CONTEXT, max_tokens=CONTEXT - 8, slots=16, kv_cache_gib=0.1, chunk_mib=1, checksum=True
 )
 
@@ -40,7 +41,7 @@ class Host:
         tensor_parallel: int,
         shape: models_config.TransformerConfig | None = None,
         return_routing: bool = False,
-        lora: config.LoraConfig | None = None,
+        lora: config_lib.LoraConfig | None = None,
         **engine_arguments,
     ):
         self.loop = asyncio.new_event_loop()
@@ -49,12 +50,12 @@ class Host:
         self.engine = vllm_engine.create(
             f"tp{tensor_parallel}",
             models_config.to_hf(self.shape),
-            config.to_dict(dataclasses.replace(ROLLOUT, engine_arguments=engine_arguments)),
+            config_lib.to_dict(dataclasses.replace(ROLLOUT, engine_arguments=engine_arguments)),
             tensor_parallel,
             seed=0,
             cpu_cores=str(CORE) if tensor_parallel == 1 else "auto",
             return_routing=return_routing,
-            lora=config.to_dict(lora) if lora else None,
+            lora=config_lib.to_dict(lora) if lora else None,
         )
         self.info = self.run(self.engine.start())
         self.run(self.engine.init_weight_transfer({"kind": "memfd"}))

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.environments import datasets, question
 from libra_jax.rollouts import factories
@@ -333,7 +334,7 @@ def demonstrator_of(task, *, needed=True):
 
 
 def test_the_default_config_resolves_to_the_calculator():
-    task = config.TaskConfig()
+    task = config_lib.TaskConfig()
     source = factories.task_source(task, seed=1)
     make = factories.environment_factory(task)
     assert make() is not make()
@@ -341,8 +342,8 @@ def test_the_default_config_resolves_to_the_calculator():
     assert lent is not None
     assert lent.demonstration(source.task(0))[-1].role == "assistant"
     assert demonstrator_of(task, needed=False) is None
-    assert factories.limits(config.RunConfig(), temperature=0.0).temperature == 0.0
-    assert factories.limits(config.RunConfig()).temperature == 1.0
+    assert factories.limits(config_lib.RunConfig(), temperature=0.0).temperature == 0.0
+    assert factories.limits(config_lib.RunConfig()).temperature == 1.0
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_the_default_config_resolves_to_the_calculator():
 )
 def test_a_factory_that_cannot_be_found_is_named_with_its_field(name, problem):
     with pytest.raises(protocols.ConfigError, match=rf"config\.task\.source: .*{problem}"):
-        factories.task_source(config.TaskConfig(source=name), seed=0)
+        factories.task_source(config_lib.TaskConfig(source=name), seed=0)
 
 
 @pytest.mark.parametrize(("name", "hint"), [("tasckets", "; did you mean 'taskets'?"), ("zzdeps", "")])
@@ -365,15 +366,15 @@ def test_a_module_at_the_top_is_offered_only_what_is_much_like_it(tmp_path, monk
         (tmp_path / f"{module}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(protocols.ConfigError) as caught:
-        factories.task_source(config.TaskConfig(source=f"{name}:make"), seed=0)
+        factories.task_source(config_lib.TaskConfig(source=f"{name}:make"), seed=0)
     assert str(caught.value) == f"config.task.source: there is no module {name!r}{hint}"
 
 
 def test_an_argument_that_a_factory_does_not_take_is_offered_the_nearest():
     with pytest.raises(protocols.ConfigError, match=r"task\.arguments: .*'level'.*; did you mean 'levels'"):
-        factories.task_source(config.TaskConfig(arguments={"level": ("plain",)}), seed=0)
+        factories.task_source(config_lib.TaskConfig(arguments={"level": ("plain",)}), seed=0)
     with pytest.raises(protocols.ConfigError, match=r"task\.arguments: must not hold 'seed'"):
-        factories.task_source(config.TaskConfig(arguments={"seed": 3}), seed=0)
+        factories.task_source(config_lib.TaskConfig(arguments={"seed": 3}), seed=0)
 
 
 @pytest.fixture
@@ -411,11 +412,11 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("module")
 def test_the_users_own_modules_are_found_in_the_working_directory():
     with pytest.raises(protocols.ConfigError, match="my_agent_parts:breaks raised RuntimeError: no license"):
-        demonstrator_of(config.TaskConfig(environment="my_agent_parts:breaks"))
+        demonstrator_of(config_lib.TaskConfig(environment="my_agent_parts:breaks"))
     with pytest.raises(protocols.ConfigError, match="which has no method reset"):
-        demonstrator_of(config.TaskConfig(environment="my_agent_parts:nothing"))
+        demonstrator_of(config_lib.TaskConfig(environment="my_agent_parts:nothing"))
     with pytest.raises(protocols.ConfigError, match="my_broken_parts needs the module absent_dependency"):
-        factories.environment_factory(config.TaskConfig(environment="my_broken_parts:make"))
+        factories.environment_factory(config_lib.TaskConfig(environment="my_broken_parts:make"))
 
 
 @pytest.mark.usefixtures("module")
@@ -428,19 +429,19 @@ def test_the_users_own_modules_are_found_in_the_working_directory():
 )
 def test_an_async_factory_is_refused_without_being_called(field, use, recwarn):
     with pytest.raises(protocols.ConfigError) as caught:
-        use(config.TaskConfig(**{field: "my_agent_parts:later"}))
+        use(config_lib.TaskConfig(**{field: "my_agent_parts:later"}))
     assert str(caught.value).startswith(f"config.task.{field}: 'my_agent_parts:later' is async; ")
     assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 
 @pytest.mark.usefixtures("module")
 def test_naming_an_environment_makes_none_and_a_class_is_checked_all_the_same():
-    make = factories.environment_factory(config.TaskConfig(environment="my_environments:Plain"))
+    make = factories.environment_factory(config_lib.TaskConfig(environment="my_environments:Plain"))
     with pytest.raises(protocols.ConfigError, match="makes a Stepless, which has no method step"):
-        factories.environment_factory(config.TaskConfig(environment="my_environments:Stepless"))
+        factories.environment_factory(config_lib.TaskConfig(environment="my_environments:Stepless"))
     with pytest.raises(protocols.ConfigError, match=r"config\.task\.environment_arguments: .*'kind'"):
-        factories.environment_factory(config.TaskConfig(environment="my_environments:make"))
-    left_over = config.TaskConfig(environment="my_environments:make", environment_arguments={"match": "exact"})
+        factories.environment_factory(config_lib.TaskConfig(environment="my_environments:make"))
+    left_over = config_lib.TaskConfig(environment="my_environments:make", environment_arguments={"match": "exact"})
     with pytest.raises(protocols.ConfigError, match=r"it takes kind\. .* --config\.task\.environment_arguments=\{\}$"):
         factories.environment_factory(left_over)
     log = sys.modules["my_environments"].log
@@ -453,7 +454,7 @@ def test_naming_an_environment_makes_none_and_a_class_is_checked_all_the_same():
 @pytest.mark.parametrize("needed", [True, False])
 def test_a_trial_environment_is_the_demonstrator_where_one_is_needed_and_is_closed_once(needed):
     for kind in ("Plain", "Solved"):
-        task = config.TaskConfig(environment="my_environments:make", environment_arguments={"kind": kind})
+        task = config_lib.TaskConfig(environment="my_environments:make", environment_arguments={"kind": kind})
 
         async def borrow(task=task, kind=kind):
             async with factories.demonstrator(task, None, needed=needed) as lent:
@@ -468,13 +469,13 @@ def test_a_trial_environment_is_the_demonstrator_where_one_is_needed_and_is_clos
 
 @pytest.mark.usefixtures("module")
 def test_a_trial_that_cannot_be_closed_is_no_error():
-    assert demonstrator_of(config.TaskConfig(environment="my_environments:Stubborn")) is None
+    assert demonstrator_of(config_lib.TaskConfig(environment="my_environments:Stubborn")) is None
 
 
 def test_a_source_without_a_path_parameter_is_refused_one_and_works_without(monkeypatch):
     module = types.ModuleType("pathless_tasks")
     module.make = lambda seed: [seed]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pathless_tasks", module)
-    assert factories.task_source(config.TaskConfig(source="pathless_tasks:make"), seed=3) == [3]
+    assert factories.task_source(config_lib.TaskConfig(source="pathless_tasks:make"), seed=3) == [3]
     with pytest.raises(protocols.ConfigError, match=r"task\.path: 'x\.jsonl' would be ignored, because pathless_tasks"):
-        factories.task_source(config.TaskConfig(source="pathless_tasks:make", path="x.jsonl"), seed=3)
+        factories.task_source(config_lib.TaskConfig(source="pathless_tasks:make", path="x.jsonl"), seed=3)

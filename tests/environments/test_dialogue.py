@@ -7,7 +7,8 @@ import loop_doubles as doubles
 import pytest
 import sandboxes
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import dialogue
 from libra_jax.rollouts import loop
 from libra_jax.tools import toolkit
@@ -39,7 +40,7 @@ async def score(task, output, box):
 
 
 def make(**further):
-    tools = toolkit.Toolkit(config.ToolsConfig(use=(f"{__name__}:Slow",), **further), config.SandboxConfig())
+    tools = toolkit.Toolkit(config_lib.ToolsConfig(use=(f"{__name__}:Slow",), **further), config_lib.SandboxConfig())
     return dialogue.Dialogue(tools, pose, score, system="Be brief."), tools
 
 
@@ -112,8 +113,8 @@ def test_attempts_beyond_the_sandboxes_wait_for_one_and_see_no_time_out():
         )
 
     async def body():
-        one = config.SandboxConfig(warm=1, most=1, seconds=2.5, start_seconds=20.0, memory_mib=256)
-        async with toolkit.Toolkit(config.ToolsConfig(use=("python",), describe=False), one, 2.9) as tools:
+        one = config_lib.SandboxConfig(warm=1, most=1, seconds=2.5, start_seconds=20.0, memory_mib=256)
+        async with toolkit.Toolkit(config_lib.ToolsConfig(use=("python",), describe=False), one, 2.9) as tools:
             return await asyncio.gather(*(attempt(tools) for _ in range(4)))
 
     for trajectory in asyncio.run(body()):
@@ -125,8 +126,8 @@ def test_an_output_that_calls_nothing_in_the_sandbox_takes_none():
     sandboxes.skip_without_bubblewrap()
 
     async def body():
-        one = config.SandboxConfig(warm=1, most=1, memory_mib=256)
-        async with toolkit.Toolkit(config.ToolsConfig(use=("python", f"{__name__}:Slow")), one) as tools:
+        one = config_lib.SandboxConfig(warm=1, most=1, memory_mib=256)
+        async with toolkit.Toolkit(config_lib.ToolsConfig(use=("python", f"{__name__}:Slow")), one) as tools:
             environment = dialogue.Dialogue(tools, pose, score)
             await environment.reset(TASK)
             for output in (call(0), "<tool_call>{oops</tool_call>", "42"):
@@ -174,7 +175,7 @@ def test_a_turn_has_all_its_tools_names_and_the_worst_of_what_came_of_them(outpu
 
 def scored(pose, score):
     async def body():
-        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig()) as tools:
             environment = dialogue.Dialogue(tools, pose, score)
             await environment.reset(TASK)
             return await environment.step("42")

@@ -9,7 +9,8 @@ import loop_doubles
 import pytest
 
 from configs import environments_cpu
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.environments import episodes, gym_text
 from libra_jax.rollouts import factories, loop
@@ -184,7 +185,7 @@ def test_an_observation_is_written_by_the_users_function():
 
 
 def test_a_config_names_it_and_reads_no_file():
-    task = config.TaskConfig(
+    task = config_lib.TaskConfig(
         source="libra_jax.environments.episodes:task_source",
         environment="libra_jax.environments.gym_text:environment",
         environment_arguments=GAME,

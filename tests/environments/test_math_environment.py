@@ -12,7 +12,8 @@ import psutil
 import pytest
 import sandboxes
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import math, verifier
 from libra_jax.tools import toolkit
 
@@ -22,7 +23,7 @@ ENDLESS = "\\boxed{9^{9^{9^{9}}}}"
 
 
 def kit(*tools, call_seconds=50.0, **arguments):
-    return toolkit.Toolkit(config.ToolsConfig(use=tools, **arguments), config.SandboxConfig(), call_seconds)
+    return toolkit.Toolkit(config_lib.ToolsConfig(use=tools, **arguments), config_lib.SandboxConfig(), call_seconds)
 
 
 def judged(*cases, call_seconds=50.0, **arguments):

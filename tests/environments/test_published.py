@@ -8,7 +8,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import published
 from libra_jax.rollouts import factories
 from libra_jax.tools import toolkit
@@ -160,18 +161,18 @@ def test_what_is_written_is_read_as_tasks_by_the_flags_that_are_told(tmp_path, n
     for word in shlex.split(published.DATASETS[name].flags):
         flag, _, value = word.partition("=")
         settings[flag] = value
-    task = config.TaskConfig(
+    task = config_lib.TaskConfig(
         source=settings.pop("--config.task.source"),
         environment=settings.pop("--config.task.environment"),
         path=str(path),
         arguments={"holdout": 0, **ast.literal_eval(settings.pop("--config.task.arguments", "{}"))},
     )
-    tools = config.ToolsConfig(
+    tools = config_lib.ToolsConfig(
         use=ast.literal_eval(settings.pop("--config.tools.use", "()")),
         arguments=ast.literal_eval(settings.pop("--config.tools.arguments", "{}")),
     )
     assert not settings
-    factories.environment_factory(task, toolkit.Toolkit(tools, config.SandboxConfig()))
+    factories.environment_factory(task, toolkit.Toolkit(tools, config_lib.SandboxConfig()))
     payload = factories.task_source(task, 0).task(0).payload
     if name != "r2e_gym":
         assert (payload["prompt"], payload["answer"]) == (record["prompt"], record["answer"])

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import reasoning_gym as gym
 from libra_jax.tools import toolkit
 
@@ -22,7 +23,7 @@ def test_reasoning_gym_poses_scores_and_holds_out():
     json.dumps([dict(task.payload) for task in trained])
 
     async def attempt(task, output):
-        environment = gym.environment(toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()))
+        environment = gym.environment(toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig()))
         (opening,) = await environment.reset(task)
         return opening.content, (await environment.step(output)).reward
 
@@ -59,7 +60,7 @@ def test_a_question_may_be_answered_after_using_a_tool():
     sums = task.payload["question"].rpartition(":")[2].strip(" =")
 
     async def attempt():
-        async with toolkit.Toolkit(config.ToolsConfig(use=("calculator",)), config.SandboxConfig()) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(use=("calculator",)), config_lib.SandboxConfig()) as tools:
             environment = gym.environment(tools, system="Be brief.")
             opening = await environment.reset(task)
             call = tools.format.write("calculator", {"expression": sums})
@@ -88,7 +89,7 @@ def test_without_tools_an_output_that_looks_like_a_call_is_the_answer():
     task = gym.task_source(name="chain_sum").task(0)
 
     async def attempt():
-        environment = gym.environment(toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()))
+        environment = gym.environment(toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig()))
         await environment.reset(task)
         return await environment.step('<tool_call>{"name": "python", "arguments": {}}</tool_call>')
 

@@ -8,7 +8,8 @@ import re
 import pytest
 
 import libra_jax
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rollouts import factories
 from libra_jax.utils import resolving
 
@@ -17,7 +18,7 @@ ARGUMENTS = {"name": "wordle", "arguments": {"use_think": True}}
 
 
 def test_environments_of_verifiers_are_refused_with_what_to_use_instead():
-    task = config.TaskConfig(
+    task = config_lib.TaskConfig(
         source=f"{ROOM}:task_source",
         environment=f"{ROOM}:environment",
         arguments=ARGUMENTS,
@@ -31,7 +32,7 @@ def test_environments_of_verifiers_are_refused_with_what_to_use_instead():
 
 
 def test_a_tool_whose_module_has_moved_is_refused_with_its_present_name():
-    task = config.TaskConfig(source="libra_jax.agents.tools.calculator:Calculator")
+    task = config_lib.TaskConfig(source="libra_jax.agents.tools.calculator:Calculator")
     with pytest.raises(protocols.ConfigError, match=r"config\.task\.source: .*moved; name it 'calculator', or "):
         factories.task_source(task, seed=0)
 
@@ -65,7 +66,7 @@ FORMER = [
 @pytest.mark.parametrize("former", FORMER)
 def test_a_name_of_a_divided_room_is_refused_with_the_one_that_works(former):
     with pytest.raises(protocols.ConfigError, match=r"config\.task\.source: .* has moved; name it \S+$") as refusal:
-        factories.task_source(config.TaskConfig(source=former), seed=0)
+        factories.task_source(config_lib.TaskConfig(source=former), seed=0)
     module, _, attribute = re.search(r"name it (\S+)$", str(refusal.value))[1].partition(":")
     assert hasattr(importlib.import_module(module), attribute)
 
@@ -73,7 +74,7 @@ def test_a_name_of_a_divided_room_is_refused_with_the_one_that_works(former):
 @pytest.mark.parametrize("former", ["libra_jax.agents.calculater", "libra_jax.agents.tools.tokenizer"])
 def test_no_name_is_offered_that_does_not_exist(former):
     with pytest.raises(protocols.ConfigError, match=r"there is no module 'libra_jax\.agents") as refusal:
-        factories.task_source(config.TaskConfig(source=f"{former}:nothing"), seed=0)
+        factories.task_source(config_lib.TaskConfig(source=f"{former}:nothing"), seed=0)
     assert "has moved" not in str(refusal.value)
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import search_cpu
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.environments import datasets, search_qa
 from libra_jax.examples import acquaintances
@@ -51,8 +52,8 @@ def attempt(payload, outputs, tools=None, **arguments):
     """The opening messages and the results of the steps."""
 
     async def body():
-        configured = config.ToolsConfig(use=("search",), format="tags", arguments={"search": tools or GENERATED})
-        async with toolkit.Toolkit(configured, config.SandboxConfig()) as opened:
+        configured = config_lib.ToolsConfig(use=("search",), format="tags", arguments={"search": tools or GENERATED})
+        async with toolkit.Toolkit(configured, config_lib.SandboxConfig()) as opened:
             environment = search_qa.environment(opened, **arguments)
             opening = await environment.reset(protocols.Task("t", payload))
             results = [await environment.step(output) for output in outputs]
@@ -167,21 +168,21 @@ def check_demonstrations(run, source):
 
 
 def test_demonstrations_of_the_shipped_config_are_what_its_tool_returns():
-    run = config.checked(search_cpu.get_config())
+    run = config_lib.checked(search_cpu.get_config())
     check_demonstrations(run, factories.task_source(run.task, run.seed))
 
 
 def test_demonstrations_of_its_files_are_what_the_tool_returns(tmp_path):
     acquaintances.write(tmp_path, **WORLD)
     source = datasets.task_source(str(tmp_path / "questions.jsonl"), columns=("lookups",))
-    tools = config.ToolsConfig(
+    tools = config_lib.ToolsConfig(
         use=("search",),
         format="tags",
         describe=False,
         arguments={"search": {"path": str(tmp_path / "corpus.jsonl"), **SEARCH}},
     )
-    task = config.TaskConfig(environment="libra_jax.environments.search_qa:environment")
-    check_demonstrations(config.RunConfig(task=task, tools=tools), source)
+    task = config_lib.TaskConfig(environment="libra_jax.environments.search_qa:environment")
+    check_demonstrations(config_lib.RunConfig(task=task, tools=tools), source)
 
 
 def test_the_files_hold_each_question_once(tmp_path):
@@ -210,7 +211,7 @@ def test_an_argument_that_cannot_be_is_named(arguments, sentence):
 def test_a_warm_start_on_what_cannot_be_demonstrated_is_refused():
     plain = protocols.Task("t", {"prompt": "q", "answer": "a"})
     shown = protocols.Task("t", {"prompt": "q", "answer": "a", "lookups": []})
-    tools = toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig())
+    tools = toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig())
     with pytest.raises(protocols.ConfigError, match=r"warm_start\.steps: task t has no lookups to demonstrate"):
         search_qa.environment(tools).demonstration(plain)
     with pytest.raises(protocols.ConfigError, match=r"tools\.describe: must be False for a warm start"):

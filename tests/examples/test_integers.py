@@ -6,7 +6,8 @@ import pytest
 import sandboxes
 
 from configs import python_cpu
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.environments import math
 from libra_jax.examples import integers
@@ -59,7 +60,7 @@ def essence(message):
 def test_what_is_demonstrated_is_what_the_sandbox_returns():
     pytest.importorskip("math_verify")
     sandboxes.skip_without_bubblewrap()
-    chosen = config.ToolsConfig(use=("python",), format="tags", describe=False)
+    chosen = config_lib.ToolsConfig(use=("python",), format="tags", describe=False)
     source = integers.task_source(steps=(1, 2, 3))
 
     async def attempt(tools, task):
@@ -74,7 +75,7 @@ def test_what_is_demonstrated_is_what_the_sandbox_returns():
         return shown, said, result.reward
 
     async def body():
-        async with toolkit.Toolkit(chosen, config.SandboxConfig(warm=1)) as tools:
+        async with toolkit.Toolkit(chosen, config_lib.SandboxConfig(warm=1)) as tools:
             return [await attempt(tools, source.task(index)) for index in (0, 1, 2, 15)]
 
     for shown, said, reward in asyncio.run(body()):
@@ -84,7 +85,7 @@ def test_what_is_demonstrated_is_what_the_sandbox_returns():
 
 def test_dialogues_fit_the_shipped_config():
     pytest.importorskip("math_verify")
-    run = config.checked(python_cpu.get_config())
+    run = config_lib.checked(python_cpu.get_config())
     environment = factories.environment_factory(run.task, toolkit.Toolkit(run.tools, run.sandbox))()
     source = factories.task_source(run.task, run.seed)
     tokenizer = tokenizers.CharacterTokenizer()

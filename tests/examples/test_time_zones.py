@@ -8,13 +8,14 @@ import sys
 import loop_doubles
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.examples import time_zones
 from libra_jax.rollouts import loop
 from libra_jax.tools import toolkit
 
-TOOLS = config.ToolsConfig(
+TOOLS = config_lib.ToolsConfig(
     use=("time",),
     mcp={"mcpServers": {"time": {"command": "mcp-server-time", "args": ["--local-timezone=UTC"]}}},
     arguments={"time": {"only": ["convert_time"]}},
@@ -42,7 +43,7 @@ def test_a_demonstration_is_what_the_server_and_the_loop_make_of_its_outputs():
         )
 
     async def body():
-        async with toolkit.Toolkit(TOOLS, config.SandboxConfig()) as kit:
+        async with toolkit.Toolkit(TOOLS, config_lib.SandboxConfig()) as kit:
             return [
                 (
                     await live(task, kit),

@@ -11,7 +11,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "coo
 
 import coordinator_doubles as doubles
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import harness, protocols
 from libra_jax.chat import chat_format, tokenizers
 from libra_jax.cluster import inprocess
@@ -26,7 +26,7 @@ GROUPS, SIZE, STEPS = 8, 8, 4
 """64 rollouts of a step, all under way at once."""
 
 
-def config(**changes: Any) -> configuration.RunConfig:
+def config(**changes: Any) -> config_lib.RunConfig:
     """The configuration of a run with 64 sessions in flight."""
     return doubles.make_config(
         **{
@@ -41,7 +41,7 @@ def config(**changes: Any) -> configuration.RunConfig:
 
 
 def make(
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
     cluster: protocols.Cluster,
     record: protocols.Recorder,
     workdir: Path,

@@ -10,7 +10,8 @@ import anthropic
 import httpx
 import openai
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.harness.gateway import server
 
 SECRET = "secret-of-a-session"
@@ -118,7 +119,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serves one session, or two; yields the URL."""
     known = {SECRET: conversation} | ({OTHER: other} if other else {})
-    gateway = server.Server(Scripts(**known), config.GatewayConfig(**limits))
+    gateway = server.Server(Scripts(**known), config_lib.GatewayConfig(**limits))
     url = await gateway.start()
     try:
         yield url

@@ -21,7 +21,8 @@ import harness_gateway
 import harness_interpreters
 import pytest
 
-from libra_jax import config, harness, protocols
+from libra_jax import config as config_lib
+from libra_jax import harness, protocols
 from libra_jax.chat import chat_format, tokenizers
 from libra_jax.harness.gateway import server
 from libra_jax.rollouts import harness_loop, loop
@@ -240,7 +241,7 @@ def play(client: Client, tmp_path) -> tuple[protocols.Trajectory, Policy]:
 
     async def main() -> None:
         gateway = harness_gateway.Gateway()
-        serving = server.Server(gateway, config.GatewayConfig())
+        serving = server.Server(gateway, config_lib.GatewayConfig())
         gateway._url = await serving.start()
         host = harness_loop.Host(gateway, lambda: form)
         try:

@@ -10,7 +10,8 @@ import coordinator_doubles as doubles
 import front_doubles
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.harness.gateway import front, fronts
 
 REQUEST = protocols.ChatRequest([protocols.Message("user", "hello")])
@@ -204,7 +205,7 @@ def test_what_a_front_refuses_is_told_to_its_session():
     async def test(gateway: fronts.Fronts) -> None:
         session = front_doubles.Scripted()
         endpoint = await gateway.open(session)
-        serving = front.Front(config.GatewayConfig(), "policy")
+        serving = front.Front(config_lib.GatewayConfig(), "policy")
         await serving.admit([front.digest(endpoint.secret)])
         serving.find(endpoint.secret).note_refusal("functions: deprecated")
         front_doubles.made[0].tell(await anext(serving.events()))

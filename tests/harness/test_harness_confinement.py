@@ -10,11 +10,12 @@ import psutil
 import pytest
 import sandboxes
 
-from libra_jax import config, harness, protocols
+from libra_jax import config as config_lib
+from libra_jax import harness, protocols
 from libra_jax.examples import planted
 from libra_jax.tools import toolkit
 
-SMALL = config.SandboxConfig(
+SMALL = config_lib.SandboxConfig(
     warm=1, cpu_seconds=5.0, memory_mib=256, workspace_mib=16, output_bytes=16_384, seconds=20.0
 )
 
@@ -24,7 +25,7 @@ def run(given=None, model=None, times=1, **arguments):
     arguments.setdefault("score", "harness_doubles:judge")
 
     async def body():
-        async with toolkit.Toolkit(config.ToolsConfig(), SMALL) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(), SMALL) as tools:
 
             async def one():
                 made = harness.environment(tools=tools, **arguments)

@@ -11,7 +11,7 @@ import pytest
 from gateway_doubles import ASK, CALCULATOR
 from hypothesis import strategies
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.harness.gateway import anthropic_messages as anthropic_api
 from libra_jax.harness.gateway import app, openai_chat, openai_responses
 
@@ -90,7 +90,7 @@ def test_no_body_makes_the_gateway_fail(path: str, data: strategies.DataObject):
 
     async def ask() -> httpx.Response:
         session = doubles.Scripted(doubles.said("a"))
-        limits = config.GatewayConfig()
+        limits = config_lib.GatewayConfig()
         # Without a socket: the properties are the application's, and a port for each example would take minutes.
         transport = httpx.ASGITransport(app.application(doubles.Scripts(key=session), limits))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway/v1") as client:

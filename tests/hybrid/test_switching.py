@@ -10,10 +10,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.hybrid import switching
 
-RULES = configuration.ElasticConfig(gain=0.05, patience=2, cooldown=4, floor=1)
+RULES = config_lib.ElasticConfig(gain=0.05, patience=2, cooldown=4, floor=1)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class World:
         return True
 
 
-def decider(world: World, rules: configuration.ElasticConfig = RULES, horizon: int = 20) -> switching.Switching:
+def decider(world: World, rules: config_lib.ElasticConfig = RULES, horizon: int = 20) -> switching.Switching:
     return switching.Switching(rules, horizon=horizon, synchronous=world.synchronous)
 
 
@@ -267,7 +267,7 @@ def test_what_is_predicted_of_another_arrangement_is_what_it_takes(world):
 
 
 RULES_OF_ANY_KIND = st.builds(
-    configuration.ElasticConfig,
+    config_lib.ElasticConfig,
     gain=st.floats(0.01, 0.3),
     patience=st.integers(1, 3),
     cooldown=st.integers(0, 5),
@@ -382,7 +382,7 @@ def test_it_follows_work_that_drifts_to_and_fro_and_beats_every_fixed_split():
 )
 def test_a_worker_stays_in_training_if_the_core_alone_would_train_as_long(train, wait, whole, speed, gain):
     """The last phase of configs/elastic_cpu.py: measured steps, all slots in use, and the replica's speed."""
-    config = configuration.ElasticConfig(gain=0.05, patience=1, cooldown=3)
+    config = config_lib.ElasticConfig(gain=0.05, patience=1, cooldown=3)
     worker = switching.Hybrid("rollout-1", 16, speed, trains=True)
     made = switching.Switching(config, horizon=10, synchronous=False)
     decision = made.look(switching.Sight(43, whole, train, wait, whole, 1, 16, (worker,)))

@@ -24,7 +24,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import wiring, workdirs
 from libra_jax.coordinator import checkpoint_store, saving
@@ -58,10 +58,10 @@ class Restored(protocols.LibraError):
     """Ends a trial when the run has gone on from a checkpoint."""
 
 
-def settings(steps: int = STEPS) -> configuration.RunConfig:
+def settings(steps: int = STEPS) -> config_lib.RunConfig:
     """A run of a few seconds."""
-    return configuration.parse(
-        configuration.RunConfig,
+    return config_lib.parse(
+        config_lib.RunConfig,
         {
             "name": "damage",
             "steps": steps,
@@ -149,7 +149,7 @@ def good(base: Path, scratch: Path) -> dict[int, Outcome]:
     return found
 
 
-def run(config: configuration.RunConfig, workdir: Path) -> None:
+def run(config: config_lib.RunConfig, workdir: Path) -> None:
     """The run as launch/train.py makes it."""
 
     async def go() -> None:
@@ -162,7 +162,7 @@ def run(config: configuration.RunConfig, workdir: Path) -> None:
         asyncio.run(go())
 
 
-def go_on(config: configuration.RunConfig, workdir: Path, outcome: Outcome) -> Outcome:
+def go_on(config: config_lib.RunConfig, workdir: Path, outcome: Outcome) -> Outcome:
     """Gives the command again, up to the restored state."""
     restore, restore_trainer = saving.Saver.restore, trainer.TrainerActor.restore
     compile_ = trainer.learner_lib.Learner.compile

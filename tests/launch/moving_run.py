@@ -24,7 +24,7 @@ from typing import Any
 import ray_nodes
 import restless_run
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import preflight, wiring, workdirs
 from libra_jax.cluster import placement
@@ -75,30 +75,30 @@ class Mover:
         pass
 
 
-def config(steps: int) -> libra_config.RunConfig:
+def config(steps: int) -> config_lib.RunConfig:
     run = restless_run.config(steps)
     return dataclasses.replace(
         run,
         name="moving",
-        reward=libra_config.RewardConfig(
+        reward=config_lib.RewardConfig(
             functions={"said": {"factory": "moving_doubles:reward"}}, environment_weight=0.0
         ),
-        algorithm=libra_config.AlgorithmConfig(advantage="dr_grpo", clip_low=0.99),  # a group of one keeps its reward
-        optimizer=libra_config.OptimizerConfig(name="adam", eps=1e-6, learning_rate=1e-3),
+        algorithm=config_lib.AlgorithmConfig(advantage="dr_grpo", clip_low=0.99),  # a group of one keeps its reward
+        optimizer=config_lib.OptimizerConfig(name="adam", eps=1e-6, learning_rate=1e-3),
         trainer=dataclasses.replace(run.trainer, rows_per_micro_batch=2, pack=False),
-        coordinator=libra_config.CoordinatorConfig(groups_per_step=8, group_size=1, max_staleness=0),
+        coordinator=config_lib.CoordinatorConfig(groups_per_step=8, group_size=1, max_staleness=0),
         rollout=dataclasses.replace(run.rollout, tensor_parallel=(1, 1, 1)),
-        checkpoint=libra_config.CheckpointConfig(every=4),
+        checkpoint=config_lib.CheckpointConfig(every=4),
     )
 
 
-def steady(run: libra_config.RunConfig) -> libra_config.RunConfig:
+def steady(run: config_lib.RunConfig) -> config_lib.RunConfig:
     return dataclasses.replace(
         run,
-        cluster=libra_config.ClusterConfig(),
+        cluster=config_lib.ClusterConfig(),
         rollout=dataclasses.replace(run.rollout, loop_workers=0),  # which are actors of Ray
-        elastic=libra_config.ElasticConfig(),
-        checkpoint=libra_config.CheckpointConfig(every=0),
+        elastic=config_lib.ElasticConfig(),
+        checkpoint=config_lib.CheckpointConfig(every=0),
     )
 
 
@@ -117,7 +117,7 @@ def tell_nodes() -> None:
     ray_cluster.RayCluster.spawn = told  # type: ignore[method-assign]
 
 
-def train(run: libra_config.RunConfig, workdir: Path, address: str = "") -> None:
+def train(run: config_lib.RunConfig, workdir: Path, address: str = "") -> None:
     preflight.validate(run, need_weights=True)
     # Hybrid workers are on the trainer's host, and so are these nodes.
     run = dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, address=address))

@@ -22,7 +22,7 @@ from typing import Any
 
 import restless_run
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import preflight, wiring, workdirs
 from libra_jax.cluster import emulated, placement
@@ -52,7 +52,7 @@ def engine(**arguments: Any) -> fake_engine.FakeEngine:
     return made
 
 
-def config(steps: int, address: str, full_sync_every: int = 1) -> libra_config.RunConfig:
+def config(steps: int, address: str, full_sync_every: int = 1) -> config_lib.RunConfig:
     run = restless_run.config(steps)
     rollout = dataclasses.replace(run.rollout, chunk_mib=1)
     if full_sync_every > 1:
@@ -67,7 +67,7 @@ def config(steps: int, address: str, full_sync_every: int = 1) -> libra_config.R
         name="relayed-hybrid",
         cluster=cluster,
         rollout=rollout,
-        checkpoint=libra_config.CheckpointConfig(every=0),
+        checkpoint=config_lib.CheckpointConfig(every=0),
     )
 
 

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from configs import quickstart
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import preflight, wiring, workdirs
 from libra_jax.cluster import emulated
@@ -27,7 +27,7 @@ from libra_jax.tools import toolkit
 HOSTS = 4
 
 
-def config(steps: int, address: str, full_sync_every: int = 1) -> libra_config.RunConfig:
+def config(steps: int, address: str, full_sync_every: int = 1) -> config_lib.RunConfig:
     values = quickstart.get_config()
     values.name, values.steps = "relayed", steps
     values.coordinator.groups_per_step = 4
@@ -57,7 +57,7 @@ def config(steps: int, address: str, full_sync_every: int = 1) -> libra_config.R
     values.cluster.accelerators_per_host = 1
     values.telemetry.report = False
     values.telemetry.tensorboard = False
-    return libra_config.checked(values)
+    return config_lib.checked(values)
 
 
 def tell_nodes() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import quickstart
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import preflight, wiring, workdirs
 from libra_jax.hybrid import pool, switching, transitions
@@ -29,7 +29,7 @@ from libra_jax.tools import toolkit
 GROUPS, ATTEMPTS = 4, 2
 
 
-def config(steps: int) -> libra_config.RunConfig:
+def config(steps: int) -> config_lib.RunConfig:
     values = quickstart.get_config()
     values.name, values.steps = "restless", steps
     values.coordinator.groups_per_step = GROUPS
@@ -52,7 +52,7 @@ def config(steps: int) -> libra_config.RunConfig:
     values.elastic.late_min_seconds = 30.0
     values.telemetry.report = False
     values.telemetry.tensorboard = False
-    return libra_config.checked(values)
+    return config_lib.checked(values)
 
 
 class Restless:

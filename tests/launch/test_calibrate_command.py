@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs import calibrate
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.planning.costs import profiles
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -106,7 +106,7 @@ def test_a_mesh_of_its_own_is_predicted_from_the_others(record, tmp_path):
 
 @pytest.mark.parametrize("variant", list(calibrate.VARIANTS))
 def test_the_configs_that_are_recorded_are_runs_with_their_stages_apart(variant):
-    run = configuration.checked(calibrate.get_config(variant))
+    run = config_lib.checked(calibrate.get_config(variant))
     assert run.coordinator.max_staleness == 0
     assert len(run.rollout.tensor_parallel) == 1
 

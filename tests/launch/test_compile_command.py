@@ -5,7 +5,7 @@ import functools
 import pytest
 import scripts
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.build import fitting
 from libra_jax.models import config as model_config
 
@@ -39,8 +39,8 @@ def test_a_topology_larger_than_the_mesh_is_told_with_what_the_mesh_uses(tmp_pat
     assert "note: " not in exact.stdout
 
 
-def run(**trainer: int) -> libra_config.RunConfig:
-    config = libra_config.RunConfig()
+def run(**trainer: int) -> config_lib.RunConfig:
+    config = config_lib.RunConfig()
     config.model.preset, config.model.remat = "Qwen3-8B", "dots"
     config.trainer.rows_per_micro_batch = 16
     for name, value in trainer.items():
@@ -52,7 +52,7 @@ def test_settings_that_fit_are_compiled_before_they_are_named():
     shape = model_config.load_preset("Qwen3-8B")
     measured = []
 
-    def measure(config: libra_config.RunConfig) -> float:
+    def measure(config: config_lib.RunConfig) -> float:
         measured.append(config)
         trainer = config.trainer
         return 160e9 / (trainer.fsdp * trainer.tensor) + (40e9 if config.model.remat == "dots" else 10e9)
@@ -82,7 +82,7 @@ def test_settings_that_do_not_divide_are_not_offered():
 def test_an_interrupted_search_has_told_what_it_found():
     shape, told = model_config.load_preset("Qwen3-8B"), []
 
-    def measure(config: libra_config.RunConfig) -> float:
+    def measure(config: config_lib.RunConfig) -> float:
         if len(told) == 2:
             raise KeyboardInterrupt
         return 60e9

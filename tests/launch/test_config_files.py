@@ -10,17 +10,17 @@ import scripts
 from absl import flags
 from ml_collections import config_flags
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.config import listing
 
-FILE = """from libra_jax import config
+FILE = """from libra_jax import config as config_lib
 
 def helper():
     {code}
 
 def get_config():
     helper()
-    return config.RunConfig()
+    return config_lib.RunConfig()
 """
 
 
@@ -62,13 +62,16 @@ def test_an_error_in_a_config_file_is_told_with_its_line(tmp_path, code, expecte
 @pytest.mark.parametrize(
     ("code", "offered"),
     [
-        ("config.RunConfig().rolout.slots = 1", "; did you mean rollout?"),
-        ("config.RolloutConfig(max_contxt=1)", "; did you mean max_context?"),
-        ("config.RunConfig(learning_rat=1)", "; its fields are algorithm, checkpoint"),
-        ("config.RollotConfig()", "; did you mean RolloutConfig?"),
-        ("config.RunConfig().max_context = 1", "; did you mean config.rollout.max_context?"),
-        ("config.TaskConfig().max_context = 1", "; did you mean config.rollout.max_context?"),
-        ("config.parse(config.RunConfig, {'trainer': {'group_size': 4}})", "; did you mean config.coordinator.group_"),
+        ("config_lib.RunConfig().rolout.slots = 1", "; did you mean rollout?"),
+        ("config_lib.RolloutConfig(max_contxt=1)", "; did you mean max_context?"),
+        ("config_lib.RunConfig(learning_rat=1)", "; its fields are algorithm, checkpoint"),
+        ("config_lib.RollotConfig()", "; did you mean RolloutConfig?"),
+        ("config_lib.RunConfig().max_context = 1", "; did you mean config.rollout.max_context?"),
+        ("config_lib.TaskConfig().max_context = 1", "; did you mean config.rollout.max_context?"),
+        (
+            "config_lib.parse(config_lib.RunConfig, {'trainer': {'group_size': 4}})",
+            "; did you mean config.coordinator.group_",
+        ),
     ],
 )
 def test_a_mistyped_name_of_a_config_file_is_offered_the_nearest(tmp_path, code, offered):
@@ -126,7 +129,7 @@ def test_a_config_that_loops_is_told_of_and_ended_in_a_sentence(tmp_path):
 
 
 def test_settings_are_listed_with_default_and_meaning():
-    shown = listing.listing(config.RunConfig)
+    shown = listing.listing(config_lib.RunConfig)
     assert "--config.optimizer.learning_rate=0.001\n      peak learning rate\n" in shown
     assert "--config.trainer.restarts=3\n      Times that a lost trainer is restarted" in shown, (
         "comments above a field"
@@ -137,16 +140,16 @@ def test_settings_are_listed_with_default_and_meaning():
 
 
 def test_settings_are_found_by_a_word_of_their_name_or_meaning():
-    found = listing.listing(config.RunConfig, "Learning_Rate").splitlines()
+    found = listing.listing(config_lib.RunConfig, "Learning_Rate").splitlines()
     assert [line for line in found if line.startswith("--")] == [
         "--config.critic.learning_rate=0.001",
         "--config.optimizer.learning_rate=0.001",
         "--config.warm_start.learning_rate=0.003",
     ]
-    named = listing.listing(config.RunConfig, "rollout.max_context").splitlines()
+    named = listing.listing(config_lib.RunConfig, "rollout.max_context").splitlines()
     assert named[0].startswith("--config.rollout.max_context=")
     assert sum(line.startswith("--") for line in named) > 1
-    assert "--config.trainer.pack=True" in listing.listing(config.RunConfig, "segment ids")
+    assert "--config.trainer.pack=True" in listing.listing(config_lib.RunConfig, "segment ids")
 
 
 def test_the_help_shows_the_values_of_the_named_config():
@@ -175,9 +178,9 @@ def test_repeated_flags_of_a_tuple_add_up_and_replace_the_files():
 def test_the_help_hides_secrets_of_the_config(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from libra_jax import config\n"
+        "from libra_jax import config as config_lib\n"
         "def get_config():\n"
-        "    made = config.RunConfig()\n"
+        "    made = config_lib.RunConfig()\n"
         "    made.task.arguments = {'api_key': 'swordfish'}\n"
         "    return made\n"
     )
@@ -211,12 +214,15 @@ def test_help_names_the_flag_that_lists_settings():
 )
 def test_a_setting_of_the_wrong_type_is_told_with_its_line(tmp_path, setting, expected):
     file = tmp_path / "mine.py"
-    file.write_text(f"from libra_jax import config\ndef get_config():\n    c = config.RunConfig()\n    c.{setting}\n")
+    file.write_text(
+        "from libra_jax import config as config_lib\n"
+        f"def get_config():\n    c = config_lib.RunConfig()\n    c.{setting}\n"
+    )
     assert config_files.sentence(error_of(file), str(file)) == f"--config={file}, line 4: {expected}"
 
 
 def test_a_setting_takes_the_type_of_its_field():
-    run = config.RunConfig()
+    run = config_lib.RunConfig()
     run.optimizer.learning_rate, run.tools.use = 1, ["python"]
     assert isinstance(run.optimizer.learning_rate, float)
     assert run.tools.use == ("python",)
@@ -224,7 +230,7 @@ def test_a_setting_takes_the_type_of_its_field():
 
 def test_an_empty_mapping_clears_what_a_config_file_gives():
     for field, emptied in (("name=x", False), ("task.environment_arguments={}", True)):
-        read = cli.read_config(config.RunConfig, "configs/questions.py", [f"--config.{field}"])
+        read = cli.read_config(config_lib.RunConfig, "configs/questions.py", [f"--config.{field}"])
         assert (not read.task.environment_arguments) is emptied
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import damage
 import pytest
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.telemetry import metrics
 
 
@@ -16,7 +16,7 @@ def test_every_name_of_an_embedded_run_is_registered(tmp_path, monkeypatch):
     monkeypatch.delenv(metrics.STRICT_VARIABLE, raising=False)  # all of its names are wanted, not the first one
     settings = dataclasses.replace(
         damage.settings(),
-        evaluation=config.EvaluationConfig(every=1, tasks=2),
+        evaluation=config_lib.EvaluationConfig(every=1, tasks=2),
     )
     damage.run(settings, tmp_path / "run")
     steps = metrics.read(tmp_path / "run" / metrics.METRICS_FILE)

@@ -7,7 +7,7 @@ from matplotlib import figure
 from matplotlib.backends import backend_agg
 
 from configs import simulate
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import planned
 from libra_jax.planning.forecast import meshes
@@ -67,7 +67,7 @@ def test_a_comparison_of_policies_covers_nothing(shown, tmp_path, policies, seed
 
 @pytest.mark.parametrize("others", [0, 3])
 def test_a_plan_is_drawn_where_it_is_the_only_split(shown, tmp_path, others):
-    config = configuration.to_dict(simulate.get_config("search"))
+    config = config_lib.to_dict(simulate.get_config("search"))
     config["steps"] = 1
     asked = planned.PlanRequest(hardware="h100", model="Qwen3-8B", accelerators=16, lengths=scripts.Wanted(2000.0))
     wider = [meshes.Mesh(2 + each, 4, 1, 9.0 - each, 1e9) for each in range(others)]

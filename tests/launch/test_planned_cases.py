@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from configs import published, simulate
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import planned
 from libra_jax.cluster import hosts
@@ -22,7 +22,7 @@ PAIR = scripts.LogNormal.fitted(4000, 7000)
 def values(**changes):
     config = simulate.get_config("search")
     config.steps = 1
-    return {**libra_config.to_dict(config), **changes}
+    return {**config_lib.to_dict(config), **changes}
 
 
 def test_flags_name_machine_model_and_lengths_of_a_simulated_run():
@@ -62,7 +62,7 @@ def test_the_fields_that_a_plan_decides_are_those_that_it_changes():
             ],
         }
     )
-    run = libra_config.to_dict(libra_config.RunConfig())
+    run = config_lib.to_dict(config_lib.RunConfig())
     applied = plans.applied(run, plan)
     changed = {
         f"{group}.{name}"
@@ -83,7 +83,7 @@ def test_a_model_may_be_named_by_its_hugging_face_id():
 
 
 def test_a_preset_of_its_shape_stands_for_a_model_that_is_not_here():
-    config = libra_config.to_dict(published.get_config("search-30b-h100"))
+    config = config_lib.to_dict(published.get_config("search-30b-h100"))
     case = planned.case(config, planned.PlanRequest(workload="search"))
     assert (case.name, case.model.sheet.name, case.devices) == ("Qwen3-30B-A3B", "h100", 64)
     config["model"]["path"] = "nowhere/at/all"  # no id of the Hugging Face hub
@@ -106,7 +106,7 @@ def test_one_entry_gives_the_slots_of_all_instances():
 
 def real(**trainer):
     """Values of a real run of Qwen3-8B, whose rows hold its longest context."""
-    config = libra_config.to_dict(libra_config.RunConfig())
+    config = config_lib.to_dict(config_lib.RunConfig())
     config["model"].update(preset="Qwen3-8B", remat="full")
     config["rollout"].update(max_context=16_384, max_tokens=4_096)
     config["trainer"].update(platform="cuda", row_tokens=16_384, **trainer)
@@ -154,7 +154,7 @@ def test_a_plan_of_whole_hosts_is_laid_out_on_as_many(per_host, accelerators):
     )
     plan = planned.case(config, asked).searched().best(accelerators).plan
     config["cluster"].update(backend="ray")
-    run = libra_config.parse(libra_config.RunConfig, plans.applied(config, plan))
+    run = config_lib.parse(config_lib.RunConfig, plans.applied(config, plan))
     layout = hosts.layout(run)
     assert len(layout.hosts) <= accelerators // per_host
     assert plan.rollout_devices > per_host * (len(layout.of_role("rollout")) - 1), "no host of these idles"
@@ -162,7 +162,7 @@ def test_a_plan_of_whole_hosts_is_laid_out_on_as_many(per_host, accelerators):
 
 def test_a_published_model_is_planned_without_the_hub():
     config = real()
-    config["model"].update(preset=libra_config.ModelConfig().preset, path="Qwen/Qwen3-8B")
+    config["model"].update(preset=config_lib.ModelConfig().preset, path="Qwen/Qwen3-8B")
     case = planned.case(config, planned.PlanRequest(hardware="h100", accelerators=16, workload="search"))
     assert case.name == "Qwen3-8B"
 
@@ -173,7 +173,7 @@ def test_a_config_for_gpus_is_not_planned_for_this_cpu():
 
 
 def test_flags_name_machine_model_and_lengths_of_a_real_run():
-    config = libra_config.to_dict(libra_config.RunConfig())
+    config = config_lib.to_dict(config_lib.RunConfig())
     config["rollout"]["max_context"] = config["trainer"]["row_tokens"] = 65_536
     asked = planned.PlanRequest(hardware="h200", model="Qwen3-4B", accelerators=8, lengths=scripts.Wanted(PAIR))
     case = planned.case(config, asked)
@@ -230,7 +230,7 @@ def test_a_simulated_run_that_names_its_machine_elsewhere_is_refused(group, fiel
     named = values()
     named[group][field] = value
     with pytest.raises(protocols.ConfigError, match=rf"config\.{group}\.{field}: a simulated run does not read it"):
-        libra_config.parse(settings.SimulatedRun, named)
+        config_lib.parse(settings.SimulatedRun, named)
 
 
 def test_a_simulated_run_with_a_context_axis_is_refused():
@@ -239,11 +239,11 @@ def test_a_simulated_run_with_a_context_axis_is_refused():
     with pytest.raises(
         protocols.ConfigError, match=r"config\.trainer\.context: simulated training has no context axis"
     ):
-        libra_config.parse(settings.SimulatedRun, named)
+        config_lib.parse(settings.SimulatedRun, named)
 
 
 def test_what_a_plan_is_said_to_read_are_fields_of_the_config():
-    for run, fields in ((settings.SimulatedRun(), planned.OF_SIMULATION), (libra_config.RunConfig(), planned.OF_RUN)):
+    for run, fields in ((settings.SimulatedRun(), planned.OF_SIMULATION), (config_lib.RunConfig(), planned.OF_RUN)):
         for name in fields:
             value = run
             for part in name.split("."):

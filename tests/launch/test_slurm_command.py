@@ -10,7 +10,7 @@ import pytest
 import scripts
 
 from configs import quickstart
-from libra_jax import config
+from libra_jax import config as config_lib
 
 slurm = functools.partial(scripts.run, "slurm.py", "--config=configs/quickstart.py")
 
@@ -95,9 +95,9 @@ def test_a_change_that_is_allowed_is_submitted(monkeypatch, tmp_path):
     sbatch.write_text("#!/bin/sh\necho 7\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
-    values = config.to_dict(quickstart.get_config())
+    values = config_lib.to_dict(quickstart.get_config())
     values["cluster"] |= {"backend": "ray", "address": "auto"}
-    begun = config.to_dict(config.parse(config.RunConfig, values))
+    begun = config_lib.to_dict(config_lib.parse(config_lib.RunConfig, values))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text(json.dumps(begun, default=list))
     changed = ("--config.optimizer.learning_rate=0.5", "--allow_changes=optimizer.learning_rate")

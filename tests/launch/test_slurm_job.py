@@ -13,7 +13,7 @@ from support import host_sizes, slurm_job
 import pytest
 
 from configs import quickstart, qwen3_1p7b_8gpu
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 
@@ -32,17 +32,17 @@ TWO_PARTITIONS = slurm_job.Settings(
 )
 
 
-def parse(module, **changed) -> libra_config.RunConfig:
+def parse(module, **changed) -> config_lib.RunConfig:
     """A run of one of the configs, under the job's Ray."""
-    values = libra_config.to_dict(module.get_config())
+    values = config_lib.to_dict(module.get_config())
     values["cluster"].update(backend="ray", address="auto", accelerators_per_host=changed.pop("per_host", 0))
     for name, value in changed.items():
         room, _, field = name.partition("__")
         values[room][field] = value
-    return libra_config.parse(libra_config.RunConfig, values)
+    return config_lib.parse(config_lib.RunConfig, values)
 
 
-def make(config: libra_config.RunConfig, settings: slurm_job.Settings = PLAIN) -> slurm_job.Job:
+def make(config: config_lib.RunConfig, settings: slurm_job.Settings = PLAIN) -> slurm_job.Job:
     """The job, as it is on no machine in particular."""
     job = slurm_job.make(
         config,
@@ -55,7 +55,7 @@ def make(config: libra_config.RunConfig, settings: slurm_job.Settings = PLAIN) -
     return dataclasses.replace(job, launch="/shared/libra-jax/launch")
 
 
-def over_hosts(**changed) -> libra_config.RunConfig:
+def over_hosts(**changed) -> config_lib.RunConfig:
     return parse(qwen3_1p7b_8gpu, **{"per_host": 2, "trainer__processes": 2, **changed})
 
 

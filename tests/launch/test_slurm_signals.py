@@ -15,7 +15,7 @@ import scripts
 import slurm_node
 
 from configs import quickstart
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 lacking = slurm_node.missing()
 pytestmark = [
@@ -73,7 +73,7 @@ def submit(slurm: slurm_node.Slurm, folder: pathlib.Path, plan: str, **settings:
     config = quickstart.get_config()
     config.cluster.backend, config.cluster.address = "ray", "auto"
     job = slurm_job.make(
-        libra_config.checked(config),
+        config_lib.checked(config),
         slurm_job.Settings(
             time="10",
             environment=(f"PYTHONPATH={scripts.ROOT}:{os.environ.get('PYTHONPATH', '')}",),

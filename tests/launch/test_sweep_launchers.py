@@ -13,15 +13,15 @@ from support import sweeps
 import pytest
 import scripts
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError, LibraError
 from libra_jax.telemetry import status
 
 CONFIG = """
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 
 def get_config(variant="plain"):
-    config = libra_config.RunConfig()
+    config = config_lib.RunConfig()
     config.name, config.steps = f"small-{variant}", 2
     config.rollout.engine = "fake"
     config.coordinator.groups_per_step = config.coordinator.group_size = 2
@@ -57,7 +57,7 @@ def sweep(tmp_path, monkeypatch):
     script.write_text(LAUNCHER)
     monkeypatch.setattr(sweeps, "LAUNCHERS", dict.fromkeys(sweeps.LAUNCHERS, str(script)))
     folder = tmp_path / "sweep"
-    config = libra_config.parse(libra_config.RunConfig, {"steps": 2, "seed": 3})
+    config = config_lib.parse(config_lib.RunConfig, {"steps": 2, "seed": 3})
     runs = [
         sweeps.Run(name, f"configs/{name}.py", config, 2, sweeps.workdir(folder, name, config)) for name in ("a", "b")
     ]
@@ -118,7 +118,7 @@ def test_a_table_and_a_picture_have_means_and_spreads_over_seeds(tmp_path, monke
     for name, rate in (("a", "1e-4"), ("b", "3e-4")):
         for seed in (0, 1):
             values = {"steps": 2, "seed": seed, "optimizer": {"learning_rate": float(rate)}}
-            config = libra_config.parse(libra_config.RunConfig, values)
+            config = config_lib.parse(config_lib.RunConfig, values)
             settings = (f"--config.optimizer.learning_rate={rate}",)
             workdir = sweeps.workdir(folder, name, config)
             runs.append(sweeps.Run(name, "configs/a.py", config, None, workdir, settings))

@@ -10,7 +10,7 @@ import sys
 import pytest
 import scripts
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.build import workdirs
 
 QUICKSTART = "--config=configs/quickstart.py"
@@ -222,7 +222,7 @@ def test_a_dry_run_tries_the_rewards_on_the_first_task(kind, shown):
 
 def test_a_dry_run_refuses_the_workdir_of_another_config(tmp_path):
     workdir = tmp_path / "run"
-    workdirs.open_workdir(config.RunConfig(), str(workdir))
+    workdirs.open_workdir(config_lib.RunConfig(), str(workdir))
     workdirs.release(workdir)
     result = train(QUICKSTART, f"--workdir={workdir}", "--dry_run")
     scripts.assert_one_sentence(result, f"--workdir={workdir} belongs to another config: ")
@@ -310,11 +310,11 @@ def test_a_truncated_model_directory_is_refused(model_directory, tmp_path):
 
 
 def test_a_workdir_of_another_config_is_refused_with_the_fields_that_differ(tmp_path):
-    from libra_jax import config
+    from libra_jax import config as config_lib
 
     workdir = tmp_path / "run"
     workdir.mkdir()
-    stored = json.loads(json.dumps(config.to_dict(config.RunConfig()), default=list))
+    stored = json.loads(json.dumps(config_lib.to_dict(config_lib.RunConfig()), default=list))
     (workdir / "config.json").write_text(json.dumps(stored))
     result = train(QUICKSTART, "--config.rollout.engine=fake", f"--workdir={workdir}")
     scripts.assert_one_sentence(result, str(workdir), "config.name is 'run' there and 'quickstart' here")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning.forecast import confusion
 from libra_jax.scheduling import registry
@@ -62,11 +62,11 @@ def test_lines_name_each_band_and_what_becomes_of_it():
     [("cmlfq", "auto", 0.9), ("cmlfq", "slots", 0.0), ("sticky", "auto", 0.0), ("sticky", "cache", 0.9)],
 )
 def test_a_plan_knows_which_policies_admit_by_the_room_in_caches(policy, admission, share):
-    assert confusion.cache_share(configuration.SchedulerConfig(policy=policy, admission=admission)) == share
+    assert confusion.cache_share(config_lib.SchedulerConfig(policy=policy, admission=admission)) == share
 
 
-@pytest.mark.parametrize("policy", configuration.POLICIES)
+@pytest.mark.parametrize("policy", config_lib.POLICIES)
 def test_plans_and_schedulers_agree_on_who_admits_by_cache(policy):
-    settings = configuration.SchedulerConfig(policy=policy)
+    settings = config_lib.SchedulerConfig(policy=policy)
     scheduler = registry.create(settings, remaining=lambda request: 1)
     assert (confusion.cache_share(settings) > 0) == scheduler.by_cache

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.models.adapters import adapters
@@ -136,7 +136,7 @@ def test_arithmetic_counts_the_experts_of_a_token():
 
 
 def test_a_weight_sync_sends_the_adapter_or_the_merged_weights():
-    shape = adapters.adapted(MODEL.shape, configuration.LoraConfig(rank=8))
+    shape = adapters.adapted(MODEL.shape, config_lib.LoraConfig(rank=8))
     alone = dataclasses.replace(MODEL, shape=shape)
     assert alone.sync_bytes == 2 * adapters.parameter_count(shape) < 0.02 * MODEL.sync_bytes
     assert alone.load_seconds(2) < MODEL.load_seconds(2)

@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import communication_bounds
 from libra_jax.models import config as model_config
@@ -194,7 +194,7 @@ def test_experts_of_a_compiled_mesh_take_longer_with_more_columns():
 
 
 def test_an_adapter_saves_gradients_updates_and_bytes():
-    shape = adapters.adapted(MODEL.shape, configuration.LoraConfig(rank=8))
+    shape = adapters.adapted(MODEL.shape, config_lib.LoraConfig(rank=8))
     adapted = dataclasses.replace(MODEL, shape=shape)
     lengths, trainer = [8_193] * 64, meshes.Trainer((8_192,), rows=8, remat="none")
     whole = meshes.Training(MODEL, lengths, trainer)
@@ -210,7 +210,7 @@ def test_an_adapter_saves_gradients_updates_and_bytes():
 
 def test_an_adapter_costs_what_its_compiled_program_counts():
     """Qwen3-1.7B with rank 16 for 8 H100s, 8 rows of 8,192 tokens, remat full (launch/compile.py)."""
-    shape = adapters.adapted(model_config.load_preset("Qwen3-1.7B"), configuration.LoraConfig(rank=16))
+    shape = adapters.adapted(model_config.load_preset("Qwen3-1.7B"), config_lib.LoraConfig(rank=16))
     trainer = meshes.Trainer((8_192,), rows=8, frozen_bytes=2)
     made = meshes.Training(costs.CostModel(MODEL.sheet, shape), [2], trainer)
     assert made.volumes(1, 8, 1, 8_192).total == pytest.approx(5.58e9, rel=0.15)
@@ -219,7 +219,7 @@ def test_an_adapter_costs_what_its_compiled_program_counts():
 
 
 def test_a_program_compiled_without_an_adapter_is_not_taken_for_one_with_it():
-    shape = adapters.adapted(MODEL.shape, configuration.LoraConfig(rank=8))
+    shape = adapters.adapted(MODEL.shape, config_lib.LoraConfig(rank=8))
     program = programs.Program(9e9, 30e9, (), 1e12, 0, 0, 0, (), (), 1.0)
     case = programs.Case("a", MODEL.parameters, "h100", 1, 8, 1, 8, 8_192, True, "full", 5e9, 1e9, {"policy": program})
     trainer = meshes.Trainer((8_192,), rows=8, compiled=(case,))
@@ -230,8 +230,8 @@ def test_a_program_compiled_without_an_adapter_is_not_taken_for_one_with_it():
 def test_memory_and_time_count_the_moments_of_the_optimizer():
     found = {}
     for name, arguments in (("adamw", {}), ("muon", {}), ("lion", {}), ("sgd", {"momentum": 0.9}), ("sgd", {})):
-        optimizer = configuration.OptimizerConfig(name=name, arguments=arguments)
-        trainer = meshes.Trainer.from_config(configuration.RunConfig(optimizer=optimizer), MODEL.sheet)
+        optimizer = config_lib.OptimizerConfig(name=name, arguments=arguments)
+        trainer = meshes.Trainer.from_config(config_lib.RunConfig(optimizer=optimizer), MODEL.sheet)
         made = meshes.Training(MODEL, [100], trainer)
         found[name, bool(arguments)] = made.memory_bytes(1, 1, 1), made.seconds(1, 1, 1)
     adam, muon, lion, momentum, sgd = found.values()

@@ -8,7 +8,7 @@ import json
 import planner_cases
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import planner
@@ -205,7 +205,7 @@ def test_a_layout_with_instances_that_no_plan_may_have_is_refused(name, layout, 
         "planner": {"degrees": degrees},
         "trainer": {"row_tokens": context},
     }
-    run = configuration.parse(configuration.RunConfig, values)
+    run = config_lib.parse(config_lib.RunConfig, values)
     model = costs.CostModel(hardware.sheet(name), MODEL.shape)
     setting = forecast.Setting.from_config(run, model, 16)
     with pytest.raises(protocols.ConfigError, match=rf"config\.rollout\.tensor_parallel: plans cannot use {why}"):
@@ -214,7 +214,7 @@ def test_a_layout_with_instances_that_no_plan_may_have_is_refused(name, layout, 
 
 def test_no_plan_has_an_instance_that_a_host_of_the_run_does_not_hold():
     values = {"planner": {"degrees": (1, 2, 4, 8)}, "cluster": {"backend": "ray", "accelerators_per_host": 2}}
-    run = configuration.parse(configuration.RunConfig, values)
+    run = config_lib.parse(config_lib.RunConfig, values)
     model = costs.CostModel(hardware.sheet("a800"), MODEL.shape)
     assert forecast.Setting.from_config(run, model, 16).degrees == (1, 2)
 
@@ -222,14 +222,14 @@ def test_no_plan_has_an_instance_that_a_host_of_the_run_does_not_hold():
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 8 * 4_096), (3, 3 * 4_096)])
 def test_a_step_that_streams_micro_batches_begins_on_one_whole_micro_batch(rows, tokens):
     trainer = {"stream": "micro_batch", "row_tokens": 4_096, "rows_per_micro_batch": rows}
-    run = configuration.parse(configuration.RunConfig, {"trainer": trainer, "coordinator": {"groups_per_step": 4}})
+    run = config_lib.parse(config_lib.RunConfig, {"trainer": trainer, "coordinator": {"groups_per_step": 4}})
     model = costs.CostModel(hardware.sheet("a800"), MODEL.shape)
     assert forecast.Setting.from_config(run, model, 16).part_tokens == tokens
 
 
 def test_a_context_that_no_instance_holds_is_refused_before_the_run():
     values = {"rollout": {"max_context": 900_000, "max_tokens": 100}, "trainer": {"row_tokens": 900_000}}
-    run = configuration.parse(configuration.RunConfig, values)
+    run = config_lib.parse(config_lib.RunConfig, values)
     model = costs.CostModel(hardware.sheet("v5e"), MODEL.shape)
     with pytest.raises(
         protocols.ConfigError, match=r"config\.rollout\.max_context: .* holds 900000 tokens; the most is"
@@ -263,7 +263,7 @@ def test_a_mesh_that_does_not_hold_the_model_or_divide_it_is_refused():
 )
 def test_settings_that_make_no_sense_are_refused_by_name(name, value):
     with pytest.raises(protocols.ConfigError, match=rf"config\.planner\.{name}"):
-        configuration.PlannerConfig(**{name: value})
+        config_lib.PlannerConfig(**{name: value})
 
 
 def test_a_machine_without_a_sheet_is_measured():
@@ -284,7 +284,7 @@ def test_a_machine_without_a_sheet_is_measured():
 
 def test_the_plan_of_a_configuration_has_its_buckets():
     values = {"rollout": {"tensor_parallel": (2, 1, 1)}, "scheduler": {"max_remaining_tokens": (100,)}}
-    run = configuration.parse(configuration.RunConfig, values)
+    run = config_lib.parse(config_lib.RunConfig, values)
     plan = plans.from_config(run, (2, 1, 1))
     assert plan.rollout == (protocols.PlannedBucket(1, 2, 100), protocols.PlannedBucket(2, 1, 512))
     assert plans.of_values(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import planner
@@ -154,7 +154,7 @@ def test_a_profile_with_a_share_above_the_peak_is_refused(tmp_path):
 def setting(tmp_path, model=MODEL, **changes) -> forecast.Setting:
     profiles.write(PROFILE, tmp_path / "profile.json")
     values = {"planner": {"profile": str(tmp_path / "profile.json"), "period": 1, **changes}}
-    run = configuration.parse(configuration.RunConfig, values)
+    run = config_lib.parse(config_lib.RunConfig, values)
     return forecast.Setting.from_config(run, model, 4)
 
 
@@ -186,11 +186,11 @@ def test_a_full_cache_lengthens_rollout_with_a_profile_too():
 
 def test_a_planner_with_a_profile_is_calibrated_from_its_beginning(tmp_path):
     made = setting(tmp_path)
-    config = configuration.PlannerConfig(period=1)
-    run = configuration.parse(configuration.RunConfig, {})
+    config = config_lib.PlannerConfig(period=1)
+    run = config_lib.parse(config_lib.RunConfig, {})
     plan = plans.from_config(run, (1, 1, 1))
-    assert planner.GlobalPlanner(config, made, plan, masks=configuration.TaskConfig().masks).calibrated
-    assert planner.GlobalPlanner(config, made, plan, masks=configuration.TaskConfig().masks).levels == forecast.Levels(
+    assert planner.GlobalPlanner(config, made, plan, masks=config_lib.TaskConfig().masks).calibrated
+    assert planner.GlobalPlanner(config, made, plan, masks=config_lib.TaskConfig().masks).levels == forecast.Levels(
         sync=0.1, between=0.05
     )
 
@@ -204,6 +204,6 @@ def test_a_profile_of_another_model_or_of_other_degrees_is_refused(tmp_path):
         setting(tmp_path, elsewhere)
     with pytest.raises(protocols.ConfigError, match=r"planner\.profile: instances of degree 1 were measured"):
         setting(tmp_path, degrees=(2,))
-    run = configuration.parse(configuration.RunConfig, {"rollout": {"tensor_parallel": (2,)}})
+    run = config_lib.parse(config_lib.RunConfig, {"rollout": {"tensor_parallel": (2,)}})
     with pytest.raises(protocols.ConfigError, match=r"cannot use degree 2: config\.planner\.profile has measured 1"):
         forecast.check_layout(run, setting(tmp_path))

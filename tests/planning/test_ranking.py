@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import planner_cases
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.planning import planner, replanning
 from libra_jax.planning.forecast import forecast
 from libra_jax.planning.search import ranking
@@ -150,4 +151,4 @@ def test_the_end_of_a_run_ends_its_simulations():
 @pytest.mark.parametrize("seconds", [0.0, float("inf")])
 def test_a_limit_that_x_refused_by_name(seconds):
     with pytest.raises(protocols.ConfigError, match=r"config\.planner\.simulate_seconds"):
-        config.PlannerConfig(simulate_seconds=seconds)
+        config_lib.PlannerConfig(simulate_seconds=seconds)

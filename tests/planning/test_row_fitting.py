@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.data import packing
 from libra_jax.data import sequences as sequences_lib
 from libra_jax.models import rows
@@ -30,7 +30,7 @@ def shapes(draw):
 @settings(max_examples=100)
 def test_the_columns_counted_are_those_that_the_trainer_computes(shape, data):
     lengths = data.draw(st.lists(st.integers(2, shape.lengths[-1] + 1), min_size=1, max_size=30))
-    trainer = config.TrainerConfig(
+    trainer = config_lib.TrainerConfig(
         row_tokens=shape.lengths[0],
         row_buckets=shape.lengths[1:],
         rows_per_micro_batch=shape.rows_per_micro_batch,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import math, question, search_qa, verifier_worker
 from libra_jax.examples.outside import agents_sdk
 from libra_jax.rewards import answers
@@ -49,7 +50,7 @@ def mathematically(monkeypatch):
     monkeypatch.setattr(math.verifier, "Verifier", Here)
 
     async def grade(output, answer):
-        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig()) as tools:
             environment = math.environment(tools)
             await environment.reset(protocols.Task("t", {"prompt": "?", "answer": answer}))
             result = await environment.step(output)
@@ -61,7 +62,7 @@ def mathematically(monkeypatch):
 
 def searched(output, answer):
     async def body():
-        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig()) as tools:
             environment = search_qa.environment(tools)
             await environment.reset(protocols.Task("t", {"prompt": "?", "answer": answer}))
             return (await environment.step(output)).reward

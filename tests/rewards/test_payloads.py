@@ -9,7 +9,8 @@ import pytest
 import test_harness_loop
 import test_rewards
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.coordinator import filters
 
 PAYLOAD = {"prompt": "q", "answer": ["1", "2", "3"], "deep": {"list": [{"x": 1}]}}
@@ -97,7 +98,7 @@ def test_a_filter_has_a_payload_of_its_own(task, monkeypatch):
     def own(group):
         seen.append(meddle(group.task.payload))
 
-    run = config.RunConfig()
+    run = config_lib.RunConfig()
     run.algorithm.filter = "mine:own"
     monkeypatch.setattr("libra_jax.utils.resolving.resolve", lambda *_: own)
     _, chosen = filters.make(run)

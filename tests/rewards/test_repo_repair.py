@@ -7,7 +7,8 @@ import pytest
 import repairs
 import sandboxes
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import repo_repair
 from libra_jax.rewards.repair import outcomes, snapshots, suites
 from libra_jax.tools import toolkit
@@ -302,7 +303,7 @@ def test_a_run_that_came_to_nothing_is_judged_anew_the_next_time(monkeypatch):
 def test_as_many_attempts_as_there_are_sandboxes_do_not_block_each_other():
     """Each has to give its own back before it can get one for the tests."""
     sandboxes.skip_without_bubblewrap()
-    few = config.SandboxConfig(warm=1, most=2, start_seconds=20.0)
+    few = config_lib.SandboxConfig(warm=1, most=2, start_seconds=20.0)
 
     async def attempt(tools, number):
         environment = repo_repair.environment(tools)
@@ -314,7 +315,7 @@ def test_as_many_attempts_as_there_are_sandboxes_do_not_block_each_other():
         return ended.reward
 
     async def body():
-        async with toolkit.Toolkit(config.ToolsConfig(use=("edit", "shell"), describe=False), few) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(use=("edit", "shell"), describe=False), few) as tools:
             return await asyncio.gather(*(attempt(tools, number) for number in range(2)))
 
     assert asyncio.run(body()) == [1.0, 1.0]
@@ -332,6 +333,6 @@ def test_as_many_attempts_as_there_are_sandboxes_do_not_block_each_other():
 )
 def test_arguments_that_cannot_be_are_refused_by_name(arguments, sentence):
     sandboxes.skip_without_bubblewrap()
-    tools = toolkit.Toolkit(config.ToolsConfig(use=arguments.pop("use", ("edit",))), repairs.SANDBOX, 9.5)
+    tools = toolkit.Toolkit(config_lib.ToolsConfig(use=arguments.pop("use", ("edit",))), repairs.SANDBOX, 9.5)
     with pytest.raises(protocols.ConfigError, match=sentence):
         repo_repair.environment(tools, **arguments)

@@ -10,7 +10,8 @@ import pytest
 import repairs
 import sandboxes
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.environments import published, repo_repair
 from libra_jax.rewards.repair import snapshots
 from libra_jax.tools import toolkit
@@ -144,7 +145,7 @@ def test_a_converted_row_of_r2e_gym_is_attempted(tmp_path):
 
     async def body():
         with_pytest = dataclasses.replace(repairs.SANDBOX, packages=(packages,))
-        async with toolkit.Toolkit(config.ToolsConfig(use=("edit",), describe=False), with_pytest) as tools:
+        async with toolkit.Toolkit(config_lib.ToolsConfig(use=("edit",), describe=False), with_pytest) as tools:
             environment = repo_repair.environment(tools, test_seconds=30.0)
             await environment.reset(task)
             await environment.step(tools.format.write(*repairs.REPAIR))

@@ -8,7 +8,8 @@ import dataclasses
 import endpoint_doubles
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.cluster import inprocess
 from libra_jax.rewards import composition, judge, scoring
 
@@ -202,7 +203,7 @@ def test_a_judge_in_a_reward_scores_many_attempts_at_once_as_the_config_allows_a
     server = endpoint((200, '{"score": 0.5}', 0.05))
     arguments = {"base_url": server.base_url, "model": "my-judge"}
     functions = {"judge": {"factory": "libra_jax.rewards.judge:judge", "weight": 2.0, "arguments": arguments}}
-    reward = config.RewardConfig(functions=functions, environment_weight=0.0, concurrency=4)
+    reward = config_lib.RewardConfig(functions=functions, environment_weight=0.0, concurrency=4)
 
     async def main():
         actors = inprocess.InProcessCluster(shutdown_seconds=10)

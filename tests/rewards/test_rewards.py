@@ -9,7 +9,8 @@ import reward_functions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.cluster import inprocess
 from libra_jax.rewards import actors, composition, scoring, trial
 
@@ -31,7 +32,7 @@ def nothing_left():
 
 def with_scorer(body, functions, *, notes=None, cluster=None, **reward):
     """Runs an async function of the scorer of these functions."""
-    made = config.RewardConfig(functions=functions, **reward)
+    made = config_lib.RewardConfig(functions=functions, **reward)
 
     async def main():
         actors = cluster or inprocess.InProcessCluster(shutdown_seconds=10)
@@ -379,7 +380,7 @@ _content = st.tuples(
 def test_calls_share_a_value_where_function_arguments_payload_and_input_are_equal(one, other):
     def key(factory, arguments, payload, seen):
         return composition.cache_key(
-            config.RewardFunctionConfig(factory, 1.0, arguments), protocols.Task("t", payload), seen
+            config_lib.RewardFunctionConfig(factory, 1.0, arguments), protocols.Task("t", payload), seen
         )
 
     assert (key(*one) == key(*other)) == (one == other)
@@ -415,14 +416,14 @@ def test_calls_share_a_value_where_function_arguments_payload_and_input_are_equa
 )
 def test_a_reward_that_cannot_be_is_refused_by_the_name_of_its_field(values, sentence):
     with pytest.raises(protocols.ConfigError, match=sentence):
-        config.parse(config.RunConfig, {"reward": values})
+        config_lib.parse(config_lib.RunConfig, {"reward": values})
 
 
 def test_the_field_of_former_versions_is_answered_with_where_it_is_now():
     with pytest.raises(
         protocols.ConfigError, match=r"task\.reward: no such field; task\.reward is now reward\.functions, e\.g"
     ):
-        config.parse(config.RunConfig, {"task": {"reward": "mine:reward"}})
+        config_lib.parse(config_lib.RunConfig, {"task": {"reward": "mine:reward"}})
 
 
 @pytest.mark.parametrize(
@@ -435,7 +436,7 @@ def test_the_field_of_former_versions_is_answered_with_where_it_is_now():
 )
 def test_what_a_config_names_wrongly_is_found_out_without_calling_it(function, sentence):
     with pytest.raises(protocols.ConfigError, match=sentence):
-        actors.check("mine", config.RewardConfig(functions={"mine": function}).parsed()["mine"])
+        actors.check("mine", config_lib.RewardConfig(functions={"mine": function}).parsed()["mine"])
 
 
 @pytest.mark.parametrize(
@@ -453,7 +454,7 @@ def test_a_factory_that_makes_no_reward_function_is_found_out_before_the_run_beg
     with pytest.raises(protocols.ConfigError, match=sentence):
         score({"mine": of(factory)})
     with pytest.raises(protocols.ConfigError, match=sentence):
-        trial.functions(config.RewardConfig(functions={"good": of("constant"), "mine": of(factory)}))
+        trial.functions(config_lib.RewardConfig(functions={"good": of("constant"), "mine": of(factory)}))
 
 
 def test_the_users_own_functions_score_an_example_in_another_process():
@@ -467,7 +468,7 @@ def test_the_users_own_functions_score_an_example_in_another_process():
         "raises": of("failing"),
     }
     example = trial.Example(TASK, scoring.Transcript("hello", "408"))
-    scored = trial.functions(config.RewardConfig(functions=functions), example)
+    scored = trial.functions(config_lib.RewardConfig(functions=functions), example)
     assert [one.name for one in scored if one.failed] == ["bad", "raises"]
     found = {one.name: one.outcome for one in scored}
     assert [found[name].value for name in ("counted", "dialogue", "late")] == [5.0, 0.5, 5.0]
@@ -476,9 +477,9 @@ def test_the_users_own_functions_score_an_example_in_another_process():
     assert not reward_functions.CALLS
     judge = {"base_url": "http://127.0.0.1:1/v1", "model": "none"}
     shipped = {"mine": {"factory": "libra_jax.rewards.judge:judge", "arguments": judge}}
-    assert trial.functions(config.RewardConfig(functions=shipped), example) == []
+    assert trial.functions(config_lib.RewardConfig(functions=shipped), example) == []
     ends = {"counted": of("counting"), "exits": of("exiting"), "late": of("later")}
-    counted, left = trial.functions(config.RewardConfig(functions=ends), example)
+    counted, left = trial.functions(config_lib.RewardConfig(functions=ends), example)
     assert not counted.failed
     assert (left.name, left.failed) == ("exits", True)
     assert left.outcome.problem == "ended its process (exit status 4)"
@@ -488,7 +489,7 @@ def test_the_users_own_functions_score_an_example_in_another_process():
 def test_a_function_that_hangs_on_the_example_is_told_of_by_its_name(allowed, tried, fails, monkeypatch):
     monkeypatch.setattr(trial, "TRY_SECONDS", tried)
     monkeypatch.setattr(actors, "CLOSE_SECONDS", 0.5)
-    reward = config.RewardConfig(functions={"hangs": of("hanging")}, seconds=allowed)
+    reward = config_lib.RewardConfig(functions={"hangs": of("hanging")}, seconds=allowed)
     example = trial.Example(TASK, scoring.Transcript("hello", "408"))
     (hung,) = trial.functions(reward, example)
     assert (hung.name, hung.failed, hung.slow) == ("hangs", fails, not fails)
@@ -497,12 +498,12 @@ def test_a_function_that_hangs_on_the_example_is_told_of_by_its_name(allowed, tr
 
 def test_factories_are_tried_apart_and_a_slow_one_is_not_waited_for(monkeypatch):
     reward_functions.CALLS.clear()
-    trial.functions(config.RewardConfig(functions={"mine": of("recorded")}))
+    trial.functions(config_lib.RewardConfig(functions={"mine": of("recorded")}))
     assert not reward_functions.CALLS, "this process may not keep what a factory takes"
     with pytest.raises(
         protocols.ConfigError, match=r"reward\.functions: a factory ended its process \(exit status 3\)"
     ):
-        trial.functions(config.RewardConfig(functions={"mine": of("ending")}))
+        trial.functions(config_lib.RewardConfig(functions={"mine": of("ending")}))
     monkeypatch.setattr(trial, "TRY_SECONDS", 0.1)
     monkeypatch.setattr(actors, "CLOSE_SECONDS", 0.1)
-    trial.functions(config.RewardConfig(functions={"mine": of("loading")}))
+    trial.functions(config_lib.RewardConfig(functions={"mine": of("loading")}))

@@ -10,7 +10,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.chat.tokenizers import CharacterTokenizer
 from libra_jax.rewards import teacher
 
@@ -59,9 +60,9 @@ def server():
 
 
 def run_config(url, longest=63, **arguments):
-    return config.RunConfig(
-        algorithm=config.AlgorithmConfig(teacher=url, teacher_arguments=arguments, kl_coefficient=0.1),
-        rollout=config.RolloutConfig(max_context=longest, max_tokens=8, temperature=1.0),
+    return config_lib.RunConfig(
+        algorithm=config_lib.AlgorithmConfig(teacher=url, teacher_arguments=arguments, kl_coefficient=0.1),
+        rollout=config_lib.RolloutConfig(max_context=longest, max_tokens=8, temperature=1.0),
     )
 
 
@@ -198,9 +199,9 @@ def test_a_teacher_behind_an_endpoint_needs_its_temperature_and_its_url():
     with pytest.raises(
         protocols.ConfigError, match=r"rollout\.temperature: 0\.7 cannot be compared .* at temperature 1"
     ):
-        config.RunConfig(
-            algorithm=config.AlgorithmConfig(teacher=URL, kl_coefficient=0.1),
-            rollout=config.RolloutConfig(temperature=0.7),
+        config_lib.RunConfig(
+            algorithm=config_lib.AlgorithmConfig(teacher=URL, kl_coefficient=0.1),
+            rollout=config_lib.RolloutConfig(temperature=0.7),
         )
     with pytest.raises(protocols.ConfigError, match=r"teacher_arguments: are those of a teacher behind a URL"):
         run_config("a/directory", model="m")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_resumed_attempts import cut, same
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rollouts import factories
 from libra_jax.simulator import clock
 
@@ -226,13 +227,13 @@ def test_a_cut_return_is_replayed_as_it_was_cut(data):
 )
 def test_limits_that_cannot_be_are_refused(task, sentence):
     with pytest.raises(protocols.ConfigError, match=sentence):
-        config.parse(config.RunConfig, {"task": task})
+        config_lib.parse(config_lib.RunConfig, {"task": task})
 
 
 def test_a_runs_limits_are_its_configs():
     task = {"max_tokens": 300, "max_seconds": 60.0, "context_policy": "cut", "answer_tokens": 20}
-    made = factories.limits(config.parse(config.RunConfig, {"task": task}))
+    made = factories.limits(config_lib.parse(config_lib.RunConfig, {"task": task}))
     assert (made.rollout_tokens, made.rollout_seconds, made.answer_tokens) == (300, 60.0, 20)
-    assert factories.limits(config.RunConfig()).answer_tokens == 0
-    slow = config.parse(config.RunConfig, {"task": {"reset_seconds": 900.0}})
+    assert factories.limits(config_lib.RunConfig()).answer_tokens == 0
+    slow = config_lib.parse(config_lib.RunConfig, {"task": {"reset_seconds": 900.0}})
     assert factories.limits(slow).reset_seconds == 900

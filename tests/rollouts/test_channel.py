@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import inprocess
 from libra_jax.rollouts import channel, loop_worker, rollouts
@@ -94,7 +94,7 @@ def test_a_worker_whose_events_cannot_be_sent_breaks_its_connection():
         yield rollouts.RolloutAgent(make_environment=lambda: None, tokenizer=None)
 
     async def body():
-        made = loop_worker.Worker(configuration.RunConfig(), inprocess.InProcessCluster(), Path(), opened, "127.0.0.1")
+        made = loop_worker.Worker(config_lib.RunConfig(), inprocess.InProcessCluster(), Path(), opened, "127.0.0.1")
         await made.start(asyncio.get_running_loop().time())
         address = await made.listen()
         assert address is not None

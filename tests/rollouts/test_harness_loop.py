@@ -10,7 +10,8 @@ import types
 import pytest
 import session_doubles as doubles
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rewards import scoring
 from libra_jax.rollouts import harness_loop, loop, rollouts
 from libra_jax.simulator import clock
@@ -322,7 +323,7 @@ def attempts(body, retries=3, notes=None):
         made.append(Asking(gateway, body))
         return made[-1]
 
-    run_config = config.RunConfig()
+    run_config = config_lib.RunConfig()
     run_config.task.environment_retries, run_config.task.tool_seconds = retries, 5.0
     context = types.SimpleNamespace(
         config=run_config, clock=lambda: 0.0, recorder=types.SimpleNamespace(note=notes.append)

@@ -7,7 +7,8 @@ import dialogue_doubles
 import loop_doubles as doubles
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.coordinator import reports
 from libra_jax.scheduling import registry
 from libra_jax.simulator import traces
@@ -114,7 +115,7 @@ def test_a_trace_of_parallel_calls_replays_and_schedules(tmp_path, policy):
     assert (first.call, first.error) == ("test", "ImportError")
     assert (last.tool, last.call, last.error) == (None, "", "")
 
-    scheduler = registry.create(config.SchedulerConfig(policy=policy))
+    scheduler = registry.create(config_lib.SchedulerConfig(policy=policy))
     scheduler.on_instance_change([protocols.Instance("a", 1, 4)], 0.0)
     scheduler.on_arrival(protocols.RequestInfo("t/0", "t", 0, 10, 0, 0), 0.0)
     scheduler.on_tool_call("t/0", 29, 1.0)

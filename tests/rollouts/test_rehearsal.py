@@ -10,7 +10,8 @@ import types
 import psutil
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rollouts import rehearsal
 
 TASK = protocols.Task("t", {"prompt": "1+1", "answer": "2"})
@@ -105,9 +106,9 @@ def play(monkeypatch):
 
     def said(kind, **tools):
         setattr(module, kind.__name__, kind)
-        run = config.RunConfig()
+        run = config_lib.RunConfig()
         run.task.environment = f"rehearsed:{kind.__name__}"
-        run.tools = config.ToolsConfig(**tools)
+        run.tools = config_lib.ToolsConfig(**tools)
         return rehearsal.play(run, TASK, "2")
 
     return said
@@ -203,7 +204,7 @@ def test_one_that_takes_long_may_fail_and_its_processes_end(play, monkeypatch, t
 
 
 def test_an_argument_that_a_shipped_environment_refuses_is_refused_as_the_run_would():
-    run = config.RunConfig()
+    run = config_lib.RunConfig()
     run.task.environment = "libra_jax.environments.question:environment"
     run.task.environment_arguments = {"match": "fuzzy"}
     with pytest.raises(protocols.ConfigError, match=r"task\.environment_arguments\.match: .*fuzzy"):

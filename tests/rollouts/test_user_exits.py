@@ -6,7 +6,8 @@ import types
 import loop_doubles as doubles
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rewards import actors
 from libra_jax.rollouts import tool_results
 from libra_jax.tools import toolbox, toolkit
@@ -172,7 +173,7 @@ def test_what_a_shared_tool_raises_when_it_opens_is_an_error(monkeypatch, verb, 
     monkeypatch.setattr("libra_jax.utils.resolving.resolve", lambda *_: Shared)
 
     async def opened():
-        async with toolkit.Toolkit(config.ToolsConfig(use=("mine:Shared",)), config.SandboxConfig()):
+        async with toolkit.Toolkit(config_lib.ToolsConfig(use=("mine:Shared",)), config_lib.SandboxConfig()):
             pass
 
     with pytest.raises(Exception, match=name.removeprefix("ValueError: ")):

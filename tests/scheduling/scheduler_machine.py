@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import registry
 
@@ -28,7 +28,7 @@ STATES = st.builds(
 
 
 def create(policy: str, bounds: tuple[int, ...] = BOUNDS, seed: int = 0, **settings):
-    config = configuration.SchedulerConfig(
+    config = config_lib.SchedulerConfig(
         policy=policy, max_remaining_tokens=bounds, **{"ageing_seconds": AGEING, **settings}
     )
     return registry.create(config, remaining=lambda request: 1 + sum(map(ord, request)) * 37 % TOTAL, seed=seed)

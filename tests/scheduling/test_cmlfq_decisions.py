@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import registry
 
@@ -22,7 +22,7 @@ NARROW, WIDE = protocols.Instance("narrow", 1, 24), protocols.Instance("wide", 4
 
 def taught(**settings) -> protocols.Scheduler:
     """It has seen thirty trajectories of each kind."""
-    config = configuration.SchedulerConfig(policy="cmlfq", max_remaining_tokens=(BUDGET,), **settings)
+    config = config_lib.SchedulerConfig(policy="cmlfq", max_remaining_tokens=(BUDGET,), **settings)
     scheduler = registry.create(config)
     scheduler.on_instance_change([NARROW, WIDE], 0.0)
     for index in range(30):
@@ -126,7 +126,7 @@ def test_overflow_leaves_its_share_of_the_wide_slots_free(reserve, most):
 
 def test_an_instance_takes_no_more_than_its_cache_is_expected_to_hold_and_the_rest_wait():
     """Each is expected to come to hold about 15,000 tokens, half of a long one's 30,000 and of its context's growth."""
-    scheduler = registry.create(configuration.SchedulerConfig(policy="cmlfq", cache_share=1.0))
+    scheduler = registry.create(config_lib.SchedulerConfig(policy="cmlfq", cache_share=1.0))
     scheduler.on_instance_change([protocols.Instance("only", 1, 24)], 0.0)
     for index in range(30):
         arrive(scheduler, f"past-{index}")
@@ -141,7 +141,7 @@ def test_an_instance_takes_no_more_than_its_cache_is_expected_to_hold_and_the_re
 
 
 def test_a_request_larger_than_the_cache_is_served_where_it_is_alone():
-    scheduler = registry.create(configuration.SchedulerConfig(policy="cmlfq"))
+    scheduler = registry.create(config_lib.SchedulerConfig(policy="cmlfq"))
     scheduler.on_instance_change([protocols.Instance("only", 1, 24, cache_tokens=50)], 0.0)
     assert places(arrive(scheduler, "first")) == [("first", "only")]
     assert arrive(scheduler, "second") == []
@@ -149,7 +149,7 @@ def test_a_request_larger_than_the_cache_is_served_where_it_is_alone():
 
 
 def test_who_returns_to_a_cache_that_has_been_outgrown_goes_where_there_is_room():
-    scheduler = registry.create(configuration.SchedulerConfig(policy="cmlfq"))
+    scheduler = registry.create(config_lib.SchedulerConfig(policy="cmlfq"))
     crowded = protocols.Instance("crowded", 1, 24, cache_tokens=20_000)
     scheduler.on_instance_change([crowded], 0.0)
     names = ["one", "two", "three"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling.prediction import correction, evidence, features, mixture, prefix_tree, regression
 
@@ -146,14 +146,14 @@ FEW, MANY = (("read",) * 5 + ("edit",)), (("edit",) * 6)
 
 
 def test_two_courses_that_end_alike_are_told_apart():
-    known, rng = evidence.Evidence(configuration.SchedulerConfig()), random.Random(0)
+    known, rng = evidence.Evidence(config_lib.SchedulerConfig()), random.Random(0)
     for index in range(300):
         halved(known, rng, str(index))
     assert after(known, FEW)[2] > 2 * after(known, MANY)[2]
 
 
 def test_what_courses_taught_outlives_a_restart_and_adds_up():
-    known, again, joined = (evidence.Evidence(configuration.SchedulerConfig()) for _ in range(3))
+    known, again, joined = (evidence.Evidence(config_lib.SchedulerConfig()) for _ in range(3))
     rng = random.Random(1)
     for index in range(150):
         halved(known, rng, str(index))
@@ -168,7 +168,7 @@ def test_what_courses_taught_outlives_a_restart_and_adds_up():
 
 
 def test_a_snapshot_of_before_courses_were_judged_is_taken_as_it_is():
-    known, older = (evidence.Evidence(configuration.SchedulerConfig()) for _ in range(2))
+    known, older = (evidence.Evidence(config_lib.SchedulerConfig()) for _ in range(2))
     halved(known, random.Random(2), "one")
     kept = known.snapshot()
     del kept["correction"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import registry
 
@@ -17,7 +17,7 @@ WORKED = protocols.CausalState("bash", 1_000, "success")
 
 
 def create(policy: str) -> protocols.Scheduler:
-    scheduler = registry.create(configuration.SchedulerConfig(policy=policy, max_remaining_tokens=(1_000,)))
+    scheduler = registry.create(config_lib.SchedulerConfig(policy=policy, max_remaining_tokens=(1_000,)))
     scheduler.on_instance_change(INSTANCES, 0.0)
     return scheduler
 

@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.scheduling import costs
 
 NARROW, WIDE = protocols.Instance("narrow", 1, 8), protocols.Instance("wide", 4, 8)
-COEFFICIENTS = config.CostConfig(
+COEFFICIENTS = config_lib.CostConfig(
     step_seconds=0.5,
     request_seconds=0.1,
     context_seconds=0.001,
@@ -48,7 +49,7 @@ def test_what_is_there_or_nowhere_does_not_move(source):
 )
 def test_coefficients_out_of_range_are_refused_by_field(field, value):
     with pytest.raises(protocols.ConfigError, match=rf"config\.scheduler\.costs\.{field}: "):
-        config.parse(config.RunConfig, {"scheduler": {"costs": {field: value}}})
+        config_lib.parse(config_lib.RunConfig, {"scheduler": {"costs": {field: value}}})
 
 
 @pytest.mark.parametrize(
@@ -56,9 +57,9 @@ def test_coefficients_out_of_range_are_refused_by_field(field, value):
 )
 def test_slots_that_do_not_fit_the_instances_are_refused_by_field(slots, problem):
     with pytest.raises(protocols.ConfigError, match=rf"config\.rollout\.slots_by_instance: {problem}"):
-        config.RolloutConfig(tensor_parallel=(1, 2), slots_by_instance=slots)
+        config_lib.RolloutConfig(tensor_parallel=(1, 2), slots_by_instance=slots)
 
 
 def test_without_slots_of_their_own_all_instances_have_the_same():
-    assert config.RolloutConfig(tensor_parallel=(1, 2), slots=7).instance_slots == (7, 7)
-    assert config.RolloutConfig(tensor_parallel=(1, 2), slots_by_instance=(7, 3)).instance_slots == (7, 3)
+    assert config_lib.RolloutConfig(tensor_parallel=(1, 2), slots=7).instance_slots == (7, 7)
+    assert config_lib.RolloutConfig(tensor_parallel=(1, 2), slots_by_instance=(7, 3)).instance_slots == (7, 3)

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling.prediction import evidence, paths, prefix_tree
 
@@ -153,7 +153,7 @@ def test_evidence_that_is_not_renewed_fades():
 @pytest.mark.parametrize("samples", [20, 63, 64, 150])
 def test_a_prediction_forgets_a_cause_that_has_long_not_been_seen(samples):
     """However many samples it rests on, since a policy that drifts leaves the largest nodes the most outdated."""
-    known = evidence.Evidence(configuration.SchedulerConfig(half_life=100))
+    known = evidence.Evidence(config_lib.SchedulerConfig(half_life=100))
     for index in range(samples):
         track = known.start(f"old-{index}", 0)
         known.observe(track, LONG, 100)
@@ -176,7 +176,7 @@ def test_siblings_that_finished_before_a_restart_are_siblings_still():
         track = known.start("prompt", 0)
         known.observe(track, SHORT, 100)
         known.finish(track, 8_100)
-    again, merged = (evidence.Evidence(configuration.SchedulerConfig()) for _ in range(2))
+    again, merged = (evidence.Evidence(config_lib.SchedulerConfig()) for _ in range(2))
     again.restore(json.loads(json.dumps(known.snapshot())))
     merged.merge(known.snapshot())
     for item in (known, again, merged):
@@ -201,7 +201,7 @@ def mean(sketch) -> float:
 
 def taught(prompt: str = "{index}", rounds: int = 40) -> evidence.Evidence:
     """Finished trajectories: 100 tokens to the first return, then 200 more after a success, 5,000 after a failure."""
-    known = evidence.Evidence(configuration.SchedulerConfig())
+    known = evidence.Evidence(config_lib.SchedulerConfig())
     for index in range(rounds):
         for state, rest in ((SHORT, 200), (LONG, 5_000)):
             track = known.start(prompt.format(index=index), 0)
@@ -252,7 +252,7 @@ def test_finished_siblings_weigh_more_than_strangers():
 
 
 def test_what_was_learnt_survives_a_restart_and_adds_up_across_coordinators():
-    known, fresh, joined = taught(), *(evidence.Evidence(configuration.SchedulerConfig()) for _ in range(2))
+    known, fresh, joined = taught(), *(evidence.Evidence(config_lib.SchedulerConfig()) for _ in range(2))
     fresh.restore(json.loads(json.dumps(known.snapshot())))
     joined.merge(known.snapshot())
     predictions = []
@@ -280,7 +280,7 @@ def test_a_long_path_is_learnt_over_the_next_returns_and_before_any_snapshot():
             known.observe(track, SHORT, 10 * (index + 1))
         known.finish(track, 1_000)
 
-    known, other = (evidence.Evidence(configuration.SchedulerConfig()) for _ in range(2))
+    known, other = (evidence.Evidence(config_lib.SchedulerConfig()) for _ in range(2))
     finish_long(known)
     finish_long(other)
     track = known.start("later", 0)

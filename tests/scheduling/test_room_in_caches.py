@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from scheduler_machine import create, places
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import residents
 
 SMALL, LARGE = (protocols.Instance(name, 1, 24, cache_tokens=tokens) for name, tokens in (("s", 10_000), ("l", 40_000)))
 STATE = protocols.CausalState("bash", 10, "success")
-ANY_BUT_AUTHORS = [name for name in configuration.POLICIES if name != "cmlfq_authors"]
+ANY_BUT_AUTHORS = [name for name in config_lib.POLICIES if name != "cmlfq_authors"]
 
 
 def arrive(scheduler, name: str, context: int = 4_000) -> list[str]:
@@ -97,7 +97,7 @@ class Exchanging(residents.ResidentScheduler):
 
 @pytest.mark.skipif(not residents.__file__.endswith(".py"), reason="a compiled class has no subclasses in Python")
 def test_requests_that_wait_for_room_beside_each_other_do_not_wait_forever():
-    scheduler = Exchanging(configuration.SchedulerConfig(cache_share=1.0, ageing_seconds=1e9))
+    scheduler = Exchanging(config_lib.SchedulerConfig(cache_share=1.0, ageing_seconds=1e9))
     twins = [protocols.Instance(name, 1, 4, cache_tokens=10_000) for name in "xy"]
     scheduler.on_instance_change(twins, 0.0)
     assert sorted(arrive(scheduler, "a", 6_000) + arrive(scheduler, "b", 6_000)) == ["x", "y"]
@@ -130,9 +130,9 @@ def test_requests_go_on_turn_by_turn_though_no_cache_has_room_for_two():
 
 def test_an_unknown_admission_is_refused():
     with pytest.raises(protocols.ConfigError, match=r"scheduler\.admission: 'cach' is not one of .*'cache'"):
-        configuration.SchedulerConfig(admission="cach")
+        config_lib.SchedulerConfig(admission="cach")
     with pytest.raises(protocols.ConfigError, match=r"scheduler\.max_residents: must not be negative"):
-        configuration.SchedulerConfig(max_residents=-1)
+        config_lib.SchedulerConfig(max_residents=-1)
 
 
 def test_an_instance_at_its_limit_does_not_hide_another_one_with_room():

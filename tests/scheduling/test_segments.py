@@ -10,7 +10,7 @@ import scheduler_machine as machines
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling.prediction import evidence, prefix_tree
 
@@ -109,14 +109,14 @@ class SegmentMachine(machines.SchedulerMachine):
         return not any(info.request_id in self.decoding for info in self.rollouts[rollout])
 
 
-@pytest.mark.parametrize("policy", configuration.POLICIES)
+@pytest.mark.parametrize("policy", config_lib.POLICIES)
 def test_trees_of_segments_leak_no_slot_and_starve_nobody(policy):
     machine = type(f"{policy}Segments", (SegmentMachine,), {"policy": policy})
     settings = hypothesis.settings(max_examples=20, stateful_step_count=40)
     stateful.run_state_machine_as_test(machine, settings=settings)
 
 
-@pytest.mark.parametrize("policy", configuration.POLICIES)
+@pytest.mark.parametrize("policy", config_lib.POLICIES)
 def test_a_rollout_of_one_segment_is_served_as_a_plain_request(policy):
     """The twin is told of no rollouts, and decides alike on every event (`SchedulerMachine.tell`)."""
 
@@ -255,7 +255,7 @@ def test_the_last_rollouts_of_a_group_are_counted_without_their_segments():
 
 def known_after(rollouts: int, short: int, long: int) -> evidence.Evidence:
     """Rollouts whose second segments are short after a success and long after a failure."""
-    known = evidence.Evidence(configuration.SchedulerConfig())
+    known = evidence.Evidence(config_lib.SchedulerConfig())
     for index in range(rollouts):
         for state, tokens in ((WORKED, short), (FAILED, long)):
             parent = known.start(f"{index}", 0)
@@ -284,7 +284,7 @@ def test_what_returned_to_a_rollout_tells_the_length_of_its_next_segment():
 
 def test_a_later_segment_knows_what_all_earlier_ones_went_through():
     """The second summary begins with the first segment's context again, and yet follows the second segment."""
-    known = evidence.Evidence(configuration.SchedulerConfig())
+    known = evidence.Evidence(config_lib.SchedulerConfig())
     parent = known.start("p", 0)
     second = known.start("p", 0, 1, parent, 10)
     known.observe(second, FAILED, 20)
@@ -295,7 +295,7 @@ def test_a_later_segment_knows_what_all_earlier_ones_went_through():
 
 
 def test_segments_are_compared_with_siblings_by_their_number():
-    known = evidence.Evidence(configuration.SchedulerConfig())
+    known = evidence.Evidence(config_lib.SchedulerConfig())
     for _ in range(80):
         parent = known.start("p", 0)
         segments = [known.start("p", 0, number, parent, 10 * number) for number in (1, 2)]
@@ -359,7 +359,7 @@ def test_independent_segments_are_plain_requests():
 
 @pytest.mark.parametrize(("sees", "differs"), [("causes", True), ("blind", False), ("mean", False)])
 def test_evidence_that_hides_tool_returns_predicts_alike_after_all_of_them(sees, differs):
-    known = evidence.Evidence(configuration.SchedulerConfig(evidence=sees))
+    known = evidence.Evidence(config_lib.SchedulerConfig(evidence=sees))
     for index in range(40):
         for state, tokens in ((WORKED, 60), (FAILED, 4_000)):
             track = known.start(f"{index}", 0)
@@ -377,7 +377,7 @@ def test_evidence_that_hides_tool_returns_predicts_alike_after_all_of_them(sees,
 def test_one_distribution_for_everybody_knows_no_siblings():
     predicted = {}
     for sees in ("blind", "mean"):
-        known = evidence.Evidence(configuration.SchedulerConfig(evidence=sees))
+        known = evidence.Evidence(config_lib.SchedulerConfig(evidence=sees))
         for index in range(80):
             known.finish(known.start(f"{index}", 0), 100)
         for _ in range(12):

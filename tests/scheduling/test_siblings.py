@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling.prediction import evidence, paths, prefix_tree
 
@@ -54,7 +54,7 @@ def predicted(known: evidence.Evidence, status: str, left: int) -> float:
 @pytest.mark.parametrize("status", SETTLED)
 @pytest.mark.parametrize("left", [20, 2_000])
 def test_where_a_return_settles_what_is_left_siblings_do_not_blur_it(status, left):
-    known = evidence.Evidence(configuration.SchedulerConfig())
+    known = evidence.Evidence(config_lib.SchedulerConfig())
     assert known.siblings_power == 1.0  # until it is found out
     learn(known, lambda status, _: SETTLED[status])
     assert known.siblings_power < 0.1
@@ -62,7 +62,7 @@ def test_where_a_return_settles_what_is_left_siblings_do_not_blur_it(status, lef
 
 
 def test_where_what_is_left_is_the_prompts_too_siblings_are_heard():
-    known = evidence.Evidence(configuration.SchedulerConfig())
+    known = evidence.Evidence(config_lib.SchedulerConfig())
     for index in range(80):  # all call their tool after as many tokens, so that nothing but siblings tells
         left = 4_000 if index % 2 else 400
         for _ in range(2):
@@ -75,7 +75,7 @@ def test_where_what_is_left_is_the_prompts_too_siblings_are_heard():
 
 
 def test_what_siblings_are_worth_outlives_a_restart_and_adds_up():
-    known, again, joined = (evidence.Evidence(configuration.SchedulerConfig()) for _ in range(3))
+    known, again, joined = (evidence.Evidence(config_lib.SchedulerConfig()) for _ in range(3))
     learn(known, lambda status, _: SETTLED[status])
     again.restore(json.loads(json.dumps(known.snapshot())))
     joined.merge(known.snapshot())
@@ -84,7 +84,7 @@ def test_what_siblings_are_worth_outlives_a_restart_and_adds_up():
 
 
 def test_statistics_kept_before_siblings_were_judged_are_taken_as_they_are():
-    known, older = (evidence.Evidence(configuration.SchedulerConfig()) for _ in range(2))
+    known, older = (evidence.Evidence(config_lib.SchedulerConfig()) for _ in range(2))
     learn(known, lambda status, _: SETTLED[status])
     kept = known.snapshot()
     del kept["siblings"]

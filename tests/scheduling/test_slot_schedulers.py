@@ -10,14 +10,14 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 from scheduler_machine import AGEING, SchedulerMachine, create, places
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import levels, registry
 from libra_jax.scheduling.prediction import paths
 from libra_jax.scheduling.rivals import baselines, heddle
 
 
-@pytest.mark.parametrize("policy", configuration.POLICIES)
+@pytest.mark.parametrize("policy", config_lib.POLICIES)
 def test_slots_hold_and_no_one_starves(policy):
     machine = type(f"{policy}Machine", (SchedulerMachine,), {"policy": policy})
     settings = hypothesis.settings(max_examples=25, stateful_step_count=40)
@@ -65,7 +65,7 @@ EXPECTED = {"fcfs": [0, 1, 2, 3, 4], "group_completion": [2, 3, 0, 1, 4]}
 
 
 @pytest.mark.parametrize("ordering", EXPECTED)
-@pytest.mark.parametrize("policy", [name for name in configuration.POLICIES if name != "heddle"])
+@pytest.mark.parametrize("policy", [name for name in config_lib.POLICIES if name != "heddle"])
 def test_with_one_bucket_every_policy_is_its_ordering(policy, ordering):
     """Heddle's priority displaces whoever decodes, so that an ordering of those who wait alone does not describe it."""
     scheduler = create(policy, (), ordering=ordering)
@@ -87,7 +87,7 @@ def test_with_one_bucket_every_policy_is_its_ordering(policy, ordering):
         assert served == EXPECTED[ordering]
 
 
-@pytest.mark.parametrize("policy", [name for name in configuration.POLICIES if name != "heddle"])
+@pytest.mark.parametrize("policy", [name for name in config_lib.POLICIES if name != "heddle"])
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(events=st.lists(st.sampled_from(["arrive", "call", "return", "finish"]), max_size=60), data=st.data())
 def test_with_one_bucket_nobody_is_passed_over_but_where_he_waits_for_his_own_instance(policy, events, data):
@@ -237,12 +237,12 @@ def test_heddles_cuts_minimise_the_slowest_run(lengths, speeds):
 @pytest.mark.parametrize("policy", ["oracle", "length_predictor"])
 def test_a_policy_that_needs_the_truth_says_so(policy):
     with pytest.raises(protocols.ConfigError, match="needs the true lengths"):
-        registry.create(configuration.SchedulerConfig(policy=policy))
+        registry.create(config_lib.SchedulerConfig(policy=policy))
 
 
 def test_an_unknown_scheduler_is_refused_with_the_nearest_name():
     with pytest.raises(protocols.ConfigError, match="did you mean 'least_loaded'"):
-        configuration.SchedulerConfig(policy="least_loadd")
+        config_lib.SchedulerConfig(policy="least_loadd")
 
 
 def test_bounds_that_do_not_fit_the_degrees_are_refused():
@@ -251,5 +251,5 @@ def test_bounds_that_do_not_fit_the_degrees_are_refused():
     with pytest.raises(protocols.ConfigError, match=r"separate the 3 .* 1 on h20, 1 on h800, 2 on h20 "):
         levels.check((100,), ((2, "h20"), (1, "h800"), (1, "h20")))
     with pytest.raises(protocols.ConfigError, match="must ascend"):
-        configuration.SchedulerConfig(max_remaining_tokens=(200, 100))
+        config_lib.SchedulerConfig(max_remaining_tokens=(200, 100))
     levels.check((), ((1, ""), (2, ""), (4, "")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning.costs import hardware
 from libra_jax.scheduling import costs, registry
@@ -16,7 +16,7 @@ SPEEDS = {name: costs.Speed(*speed) for name, speed in hardware.speeds(("h800", 
 
 def taught(policy: str, payload: int) -> protocols.Scheduler:
     """It has seen forty rollouts of which each return has this many tokens, for fifty generated ones."""
-    config = configuration.SchedulerConfig(policy=policy, max_remaining_tokens=(10_000,))
+    config = config_lib.SchedulerConfig(policy=policy, max_remaining_tokens=(10_000,))
     scheduler = registry.create(config, costs=costs.LinearCosts(speeds=SPEEDS), kinds=(DECODES.kind, READS.kind))
     scheduler.on_instance_change([DECODES, READS], 0.0)
     for index in range(40):
@@ -51,7 +51,7 @@ def test_a_request_that_reads_more_than_others_moves_to_where_reading_is_fast():
 def test_speeds_are_those_of_the_sheets_relative_to_the_first():
     assert SPEEDS["h800"] == (1.0, 1.0)
     assert SPEEDS["h20"] == pytest.approx((4.0 / 3.35, 148 / 989))
-    made = costs.LinearCosts(configuration.CostConfig(), speeds=SPEEDS)
+    made = costs.LinearCosts(config_lib.CostConfig(), speeds=SPEEDS)
     fast, slow = made.decode_seconds(DECODES, 4, 500, 100), made.decode_seconds(READS, 4, 500, 100)
     assert slow / fast == pytest.approx(4.0 / 3.35)
     assert made.read_seconds(DECODES, 700) / made.read_seconds(READS, 700) == pytest.approx(989 / 148)
@@ -65,8 +65,8 @@ def test_an_accelerator_without_a_sheet_is_refused_by_its_field():
 
 def test_accelerators_are_one_for_each_instance_of_a_fixed_layout():
     with pytest.raises(protocols.ConfigError, match=r"rollout\.accelerators: has 1 entries for the 2 instances"):
-        configuration.RolloutConfig(tensor_parallel=(1, 2), accelerators=("h20",))
-    rollout = configuration.RolloutConfig(tensor_parallel=(1, 2), accelerators=("h20", "h800"))
+        config_lib.RolloutConfig(tensor_parallel=(1, 2), accelerators=("h20",))
+    rollout = config_lib.RolloutConfig(tensor_parallel=(1, 2), accelerators=("h20", "h800"))
     assert rollout.kinds == ((1, "h20"), (2, "h800"))
     with pytest.raises(protocols.ConfigError, match=r"rollout\.accelerators: is for fixed layouts"):
-        configuration.RunConfig(rollout=rollout, planner=configuration.PlannerConfig(period=2))
+        config_lib.RunConfig(rollout=rollout, planner=config_lib.PlannerConfig(period=2))

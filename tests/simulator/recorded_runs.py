@@ -9,7 +9,7 @@ from typing import Any
 
 import simulator_doubles as doubles
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.models import rows
 from libra_jax.planning.costs import measured_costs
 from libra_jax.scheduling import costs as scheduling_costs
@@ -29,7 +29,7 @@ MODEL = measured_costs.Calibration(ENGINES, train=TRAIN, update=UPDATE, rows=row
 class FileRecorder(results.StepRecorder):
     """Keeps what `StepRecorder` keeps, and writes a run's files."""
 
-    def __init__(self, config: configuration.RunConfig, workdir: pathlib.Path) -> None:
+    def __init__(self, config: config_lib.RunConfig, workdir: pathlib.Path) -> None:
         super().__init__()
         self._files = telemetry.create(config, workdir, lambda: 0.0)
 
@@ -47,7 +47,7 @@ class FileRecorder(results.StepRecorder):
         self._files.close()
 
 
-def record(workdir: pathlib.Path, workload: Any = None, **changes: Any) -> configuration.RunConfig:
+def record(workdir: pathlib.Path, workload: Any = None, **changes: Any) -> config_lib.RunConfig:
     """Simulates a run among machines of known costs, and leaves its files."""
     changes = {
         "steps": 8,
@@ -67,6 +67,6 @@ def record(workdir: pathlib.Path, workload: Any = None, **changes: Any) -> confi
         model=MODEL,
     )
     recorder.close()
-    text = json.dumps(configuration.to_dict(config), default=list)
+    text = json.dumps(config_lib.to_dict(config), default=list)
     (workdir / "config.json").write_text(text)
     return config

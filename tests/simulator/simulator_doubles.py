@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning.costs import costs, hardware, request_costs
@@ -103,7 +103,7 @@ class SeededWorkload:
         )
 
 
-def run_config(**changes: Any) -> configuration.RunConfig:
+def run_config(**changes: Any) -> config_lib.RunConfig:
     values: dict[str, Any] = {
         "steps": 4,
         "rollout": {
@@ -123,14 +123,14 @@ def run_config(**changes: Any) -> configuration.RunConfig:
     }
     for name, change in changes.items():
         values[name] = {**values.get(name, {}), **change} if isinstance(change, dict) else change
-    return configuration.parse(configuration.RunConfig, values)
+    return config_lib.parse(config_lib.RunConfig, values)
 
 
 SIMULATION = world.SimulationConfig(model="Qwen3-0.6B", train_devices=4, longest_seconds=100_000.0)
 """Runs of `run_config` end within hundreds of seconds, without faults: one that takes the longest is a deadlock."""
 
 
-def check_whole(result: results.Result, config: configuration.RunConfig) -> None:
+def check_whole(result: results.Result, config: config_lib.RunConfig) -> None:
     """Every prompt admitted was trained once, or reported as replaced, within the staleness bound."""
     limits = config.coordinator
     assert len(result.step_seconds) == config.steps
@@ -151,7 +151,7 @@ class Trained(results.TraceRecorder):
         """Returns step and prompt of each trained rollout, in order."""
         return sorted((record["step"], record["prompt_id"]) for record in self.trace)
 
-    def check(self, result: results.Result, config: configuration.RunConfig) -> None:
+    def check(self, result: results.Result, config: config_lib.RunConfig) -> None:
         """Each group was trained whole and once; without replacements, the run's first groups, each in its step."""
         groups, size = config.coordinator.groups_per_step, config.coordinator.group_size
         names = [record["trajectory_id"] for record in self.trace]
@@ -177,12 +177,12 @@ def recycled(seed: int, staleness: int) -> dict[str, Any]:
     return {"redundancy": 0.5, "recycle": True} if recycle else {}
 
 
-def simulate(config: configuration.RunConfig, seed: int = 0, **more: Any) -> results.Result:
+def simulate(config: config_lib.RunConfig, seed: int = 0, **more: Any) -> results.Result:
     return simulate_workload(config, SeededWorkload(seed), seed, **more)
 
 
 def simulate_workload(
-    config: configuration.RunConfig,
+    config: config_lib.RunConfig,
     workload: scripts.Workload,
     seed: int = 0,
     simulation: world.SimulationConfig | None = None,

@@ -16,7 +16,7 @@ import pytest
 import seeds
 import simulator_doubles as doubles
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.hybrid import hybrid, switching
 from libra_jax.hybrid.pool import State
@@ -48,7 +48,7 @@ BREAKABLE = ("draining", "fetching", "warming", "joining", "training", "leaving"
 class Case:
     """One seed's run."""
 
-    config: configuration.RunConfig
+    config: config_lib.RunConfig
     faults: faults.FaultConfig
 
 

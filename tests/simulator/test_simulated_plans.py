@@ -8,7 +8,7 @@ import pytest
 import simulator_doubles as doubles
 
 from configs import simulate
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import comparison, results, settings
 
@@ -24,7 +24,7 @@ def make(steps: int = 14, **planner) -> settings.SimulatedRun:
     config.scheduler.max_remaining_tokens = ()
     config.coordinator.groups_per_step, config.coordinator.group_size = 4, 8
     config.planner = dataclasses.replace(config.planner, **{"period": 3, "degrees": (1, 2, 4), **planner})
-    return comparison.prepare(configuration.checked(config), ["cmlfq"])
+    return comparison.prepare(config_lib.checked(config), ["cmlfq"])
 
 
 def moves(result: results.Result) -> int:
@@ -73,18 +73,18 @@ def test_a_plan_is_about_the_devices_that_no_hybrid_worker_has():
 
 def with_slow_training(run: settings.SimulatedRun, hybrid: int = 0) -> settings.SimulatedRun:
     coefficients = dataclasses.replace(run.simulation.coefficients, train_flops_share=0.02)
-    values = configuration.to_dict(run)
-    values["simulation"]["coefficients"] = configuration.to_dict(coefficients)
+    values = config_lib.to_dict(run)
+    values["simulation"]["coefficients"] = config_lib.to_dict(coefficients)
     values["elastic"]["hybrid"] = hybrid
-    return configuration.parse(settings.SimulatedRun, values)
+    return config_lib.parse(settings.SimulatedRun, values)
 
 
 def test_a_planner_without_a_mesh_to_start_from_is_refused():
     config = simulate.get_config("swe")
     config.planner.period = 2
-    run = configuration.checked(config)
+    run = config_lib.checked(config)
     with pytest.raises(protocols.ConfigError, match=r"config\.simulation\.train_mesh: is what a planner starts from"):
         comparison.simulate(run)
     config.simulation.train_mesh = (1, 4, 4)
     with pytest.raises(protocols.ConfigError, match=r"simulation\.train_mesh: \(1, 4, 4\) is no"):
-        configuration.checked(config)
+        config_lib.checked(config)

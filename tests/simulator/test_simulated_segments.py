@@ -13,7 +13,7 @@ import simulator_doubles as doubles
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import faults, results, scripts, traces, trajectory, workloads
 from libra_jax.telemetry import trace
@@ -68,7 +68,7 @@ class SeededSegments:
         return scripts.Script(100, tuple(turns), None, tuple(segments), tuple(places))
 
 
-def work(config: configuration.RunConfig, workload: scripts.Workload) -> list[scripts.Script]:
+def work(config: config_lib.RunConfig, workload: scripts.Workload) -> list[scripts.Script]:
     limits = config.coordinator
     tasks = range(config.steps * limits.groups_per_step)
     return [workload.script(task, sample) for task in tasks for sample in range(limits.group_size)]
@@ -144,7 +144,7 @@ def test_limits_end_a_rollout_of_segments():
         alone(DEEP, task={"max_seconds": 60.0})
 
 
-@pytest.mark.parametrize("policy", configuration.POLICIES)
+@pytest.mark.parametrize("policy", config_lib.POLICIES)
 def test_every_policy_runs_segments_and_loses_nothing(policy):
     config = doubles.run_config(scheduler={"policy": policy})
     workload = SeededSegments()

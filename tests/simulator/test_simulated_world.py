@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import simulator_doubles as doubles
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import registry
 from libra_jax.scheduling.rivals import baselines
@@ -22,7 +22,7 @@ def comparable(result: results.Result) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize("policy", configuration.POLICIES)
+@pytest.mark.parametrize("policy", config_lib.POLICIES)
 def test_a_run_repeats_exactly_and_loses_nothing(policy):
     config = doubles.run_config(scheduler={"policy": policy})
     first, second = doubles.simulate(config), doubles.simulate(config)

@@ -8,7 +8,7 @@ import simulator_doubles as doubles
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.simulator import bound, scripts
@@ -27,7 +27,7 @@ class OneAttempt:
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 1_000),
-    policy=st.sampled_from(configuration.POLICIES),
+    policy=st.sampled_from(config_lib.POLICIES),
     degrees=st.lists(st.sampled_from((1, 2, 4)), min_size=1, max_size=3),
     slots=st.integers(1, 4),
     eta=st.integers(0, 3),

@@ -12,7 +12,7 @@ import pytest
 import seeds
 import simulator_doubles as doubles
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import registry
 from libra_jax.simulator import faults, results, scripts, world
@@ -94,7 +94,7 @@ class Watched:
 class Case:
     """One seed's run."""
 
-    config: configuration.RunConfig
+    config: config_lib.RunConfig
     faults: faults.FaultConfig
     workload: scripts.Workload
 
@@ -126,9 +126,9 @@ def case(seed: int) -> Case:
         },
         trainer=streamed,
         scheduler={
-            "policy": rng.choice(configuration.POLICIES),
+            "policy": rng.choice(config_lib.POLICIES),
             "max_remaining_tokens": bounds,
-            "ordering": rng.choice(configuration.ORDERINGS),
+            "ordering": rng.choice(config_lib.ORDERINGS),
             "ageing_seconds": rng.choice((0.2, 1.0, 10.0)),
         },
         task={"tool_seconds": rng.choice((5.0, 60.0)), "environment_retries": rng.randint(0, 2)},

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import traces, workloads, world
 
@@ -253,10 +253,10 @@ def test_a_trace_that_makes_no_sense_is_refused_by_file_and_line(tmp_path, text,
 
 
 def test_limits_that_would_cut_attempts_short_are_named_with_the_value_they_need():
-    config = configuration.RunConfig(
+    config = config_lib.RunConfig(
         steps=2,
-        rollout=configuration.RolloutConfig(max_context=4_096, max_tokens=2_048),
-        trainer=configuration.TrainerConfig(row_tokens=4_096),
+        rollout=config_lib.RolloutConfig(max_context=4_096, max_tokens=2_048),
+        trainer=config_lib.TrainerConfig(row_tokens=4_096),
     )
     workload = workloads.create(workloads.WorkloadConfig(), seed=0, tasks=64, max_context=4_096)
     with pytest.raises(protocols.ConfigError, match=r"rollout.max_context: 4096 cuts rollouts .*; give \d+"):

@@ -17,7 +17,8 @@ import pytest
 from prometheus_client import Metric, parser
 from prometheus_client.openmetrics import parser as openmetrics
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.telemetry import endpoint, status
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -32,7 +33,7 @@ class Clock:
 
 @contextlib.contextmanager
 def served(run: status.RunStatus, **telemetry: Any) -> Iterator[str]:
-    page = endpoint.Endpoint(config.TelemetryConfig(**{"port": -1, **telemetry}), run)
+    page = endpoint.Endpoint(config_lib.TelemetryConfig(**{"port": -1, **telemetry}), run)
     try:
         yield page.url
     finally:
@@ -146,9 +147,9 @@ def test_it_listens_at_the_loopback_unless_told_otherwise(monkeypatch):
     with pytest.raises(
         protocols.ConfigError, match=r"telemetry\.host: 0\.0\.0\.0 is reached from other hosts: name an "
     ):
-        config.TelemetryConfig(port=-1, host="0.0.0.0")
+        config_lib.TelemetryConfig(port=-1, host="0.0.0.0")
     with pytest.raises(protocols.ConfigError, match=r"telemetry\.host: 'localhost' is no address"):
-        config.TelemetryConfig(port=-1, host="localhost")
+        config_lib.TelemetryConfig(port=-1, host="localhost")
     monkeypatch.setenv("LIBRA_TEST_TOKEN", "correct horse")
     with served(made(), host="0.0.0.0", token_env="LIBRA_TEST_TOKEN") as url:
         port = url.rpartition(":")[2]
@@ -170,7 +171,7 @@ def test_a_port_that_is_taken_and_a_token_that_is_not_there_are_refused_with_a_s
     ):
         pass
     with pytest.raises(protocols.ConfigError, match=r"telemetry\.port: must be a port"):
-        config.TelemetryConfig(port=70000)
+        config_lib.TelemetryConfig(port=70000)
 
 
 def asked(url: str, host: str | None, token: str = "") -> tuple[int, str]:

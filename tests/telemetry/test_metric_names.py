@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.telemetry import memory, metrics, recorder
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,9 @@ def test_every_metric_is_registered_once_with_a_meaning():
 
 def test_recorders_of_tests_refuse_a_name_that_is_not_registered(tmp_path):
     files = recorder.create(
-        config.RunConfig(telemetry=config.TelemetryConfig(console=False, tensorboard=False)), tmp_path, lambda: 0.0
+        config_lib.RunConfig(telemetry=config_lib.TelemetryConfig(console=False, tensorboard=False)),
+        tmp_path,
+        lambda: 0.0,
     )
     for one in (files, memory.MemoryRecorder()):
         with pytest.raises(ValueError, match=r"'invented/number' is no metric of libra_jax\.telemetry\.metrics"):
@@ -74,7 +76,9 @@ def test_recorders_of_tests_refuse_a_name_that_is_not_registered(tmp_path):
 
 def test_a_recorder_of_users_records_every_name(tmp_path, monkeypatch):
     monkeypatch.delenv(metrics.STRICT_VARIABLE)
-    one = recorder.create(config.RunConfig(telemetry=config.TelemetryConfig(console=False)), tmp_path, lambda: 0.0)
+    one = recorder.create(
+        config_lib.RunConfig(telemetry=config_lib.TelemetryConfig(console=False)), tmp_path, lambda: 0.0
+    )
     one.metrics(1, {"invented/number": 2.0})
     one.close()
     assert "invented/number" in (tmp_path / "metrics.jsonl").read_text()

@@ -282,10 +282,10 @@ def test_a_lost_viewer_is_warned_about_once_and_leaves_the_standard_streams_alon
 LIVE_RUN = """
 import sys
 from pathlib import Path
-from libra_jax import config
+from libra_jax import config as config_lib
 from libra_jax.telemetry import recorder
 now = [0.0]
-one = recorder.create(config.RunConfig(name="[demo]", steps=4), Path(sys.argv[1]), lambda: now[0])
+one = recorder.create(config_lib.RunConfig(name="[demo]", steps=4), Path(sys.argv[1]), lambda: now[0])
 for step in range(1, 4):
     now[0] += 3.0
     one.status("engine-0", f"serving version {step}")
@@ -460,9 +460,9 @@ def test_a_workdir_that_cannot_be_made_ends_in_a_sentence(tmp_path):
 @pytest.mark.multiprocess
 def test_telemetry_loads_no_accelerator_library(tmp_path):
     script = (
-        "import sys, time\nfrom pathlib import Path\nfrom libra_jax import config\n"
+        "import sys, time\nfrom pathlib import Path\nfrom libra_jax import config as config_lib\n"
         "from libra_jax.telemetry import recorder; from libra_jax.telemetry.report import report\n"
-        "one = recorder.create(config.RunConfig(), Path(sys.argv[1]), time.monotonic)\n"
+        "one = recorder.create(config_lib.RunConfig(), Path(sys.argv[1]), time.monotonic)\n"
         "one.metrics(1, {'reward/mean': 0.5})\none.close()\nreport.write_report(Path(sys.argv[1]))\n"
         "print(sorted({'jax', 'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules)))"
     )

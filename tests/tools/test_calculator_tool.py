@@ -4,14 +4,15 @@ import asyncio
 
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.tools import toolkit
 
 
 def called(*expressions, **arguments):
     async def body():
-        chosen = config.ToolsConfig(use=("calculator",), arguments={"calculator": arguments} if arguments else {})
-        async with toolkit.Toolkit(chosen, config.SandboxConfig()) as tools:
+        chosen = config_lib.ToolsConfig(use=("calculator",), arguments={"calculator": arguments} if arguments else {})
+        async with toolkit.Toolkit(chosen, config_lib.SandboxConfig()) as tools:
             box = await tools.toolbox()
             return [await box.call("calculator", {"expression": expression}) for expression in expressions]
 

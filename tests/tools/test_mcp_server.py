@@ -19,7 +19,8 @@ import endless
 import psutil
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.tools import mcp_connection, mcp_server, toolbox, toolkit
 from libra_jax.utils import call_deadlines, parent_death
 
@@ -70,14 +71,14 @@ def gone(pid, seconds=5.0):
 def test_a_server_nobody_here_wrote_is_a_tool_by_config_alone():
     if not shutil.which("mcp-server-time", path=os.path.dirname(sys.executable)):
         pytest.skip("needs mcp-server-time")
-    tools = config.ToolsConfig(
+    tools = config_lib.ToolsConfig(
         use=("time",),
         mcp={"mcpServers": {"time": {"command": "mcp-server-time", "args": ["--local-timezone=UTC"]}}},
         most_characters=4096,
     )
 
     async def body():
-        async with toolkit.Toolkit(tools, config.SandboxConfig()) as kit:
+        async with toolkit.Toolkit(tools, config_lib.SandboxConfig()) as kit:
             box = await kit.toolbox()
             question = {"source_timezone": "UTC", "time": "16:30", "target_timezone": "Asia/Tokyo"}
             return (
@@ -187,7 +188,7 @@ def test_a_server_whose_hung_call_the_step_itself_cut_off_is_started_again(monke
 
     first, second = asyncio.run(body())
     assert first != second
-    assert mcp_connection.Spec().seconds < config.TaskConfig().tool_seconds
+    assert mcp_connection.Spec().seconds < config_lib.TaskConfig().tool_seconds
 
 
 def test_what_a_server_may_take_to_start_is_not_bounded_by_what_tools_may():
@@ -529,17 +530,17 @@ def test_a_file_that_other_programs_have_names_servers(tmp_path, monkeypatch, ke
     other = {"type": "http", "url": "https://other/mcp", "headers": {"Authorization": "Bearer in-the-clear"}}
     file = tmp_path / "mcp.json"
     file.write_text(json.dumps({key: {"odd": entry, "other": other}, "inputs": []}))
-    tools = config.ToolsConfig(use=("odd",), mcp_file=str(file), arguments={"odd": {"only": ["who"]}})
+    tools = config_lib.ToolsConfig(use=("odd",), mcp_file=str(file), arguments={"odd": {"only": ["who"]}})
 
     async def body():
-        async with toolkit.Toolkit(tools, config.SandboxConfig()) as kit:
+        async with toolkit.Toolkit(tools, config_lib.SandboxConfig()) as kit:
             box = await kit.toolbox()
             return [schema["function"]["name"] for schema in box.schemas()], await box.call("who", {})
 
     names, answer = asyncio.run(body())
     assert names == ["who"]
     assert answer.content.split()[1] == "blue"
-    toolkit.Toolkit(config.ToolsConfig(use=("other",), mcp_file=str(file)), config.SandboxConfig())
+    toolkit.Toolkit(config_lib.ToolsConfig(use=("other",), mcp_file=str(file)), config_lib.SandboxConfig())
 
 
 @pytest.mark.parametrize(
@@ -560,18 +561,18 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, text, sentence):
     file = tmp_path / "mcp.json"
     if text is not None:
         file.write_text(text)
-    tools = config.ToolsConfig(use=("odd", "here"), mcp={"mcpServers": {"here": HERE}}, mcp_file=str(file))
+    tools = config_lib.ToolsConfig(use=("odd", "here"), mcp={"mcpServers": {"here": HERE}}, mcp_file=str(file))
     with pytest.raises(protocols.ConfigError, match=sentence):
-        toolkit.Toolkit(tools, config.SandboxConfig())
+        toolkit.Toolkit(tools, config_lib.SandboxConfig())
 
 
 def test_the_form_of_before_is_refused_with_the_present_one():
     with pytest.raises(protocols.ConfigError, match=r"config\.tools\.mcp: must be of the form {\"mcpServers\""):
-        toolkit.Toolkit(config.ToolsConfig(use=("odd",), mcp={"odd": STARTS_FAULTY}), config.SandboxConfig())
+        toolkit.Toolkit(config_lib.ToolsConfig(use=("odd",), mcp={"odd": STARTS_FAULTY}), config_lib.SandboxConfig())
     with pytest.raises(
         protocols.ConfigError, match=r"config\.tools\.servers: no such field; tools\.servers is now tools\.mcp"
     ):
-        config.parse(config.RunConfig, {"tools": {"servers": {}}})
+        config_lib.parse(config_lib.RunConfig, {"tools": {"servers": {}}})
 
 
 def test_a_package_whose_check_of_results_cannot_be_replaced_is_refused(monkeypatch):

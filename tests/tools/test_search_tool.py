@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.tools import bm25, search, toolbox, toolkit
 from libra_jax.utils import scratch
 
@@ -40,8 +41,8 @@ def ask(calls, **arguments):
     """The returns of calls, one after the other, through the toolbox."""
 
     async def body():
-        tools = config.ToolsConfig(use=("search",), arguments={"search": arguments})
-        async with toolkit.Toolkit(tools, config.SandboxConfig()) as opened:
+        tools = config_lib.ToolsConfig(use=("search",), arguments={"search": arguments})
+        async with toolkit.Toolkit(tools, config_lib.SandboxConfig()) as opened:
             box = await opened.toolbox()
             return [await box.call("search", call) for call in calls]
 
@@ -338,7 +339,9 @@ def test_many_searches_at_once_share_the_connections(corpus):
 )
 def test_an_argument_that_cannot_be_is_named(arguments, sentence):
     with pytest.raises(protocols.ConfigError, match=sentence):
-        toolkit.Toolkit(config.ToolsConfig(use=("search",), arguments={"search": arguments}), config.SandboxConfig())
+        toolkit.Toolkit(
+            config_lib.ToolsConfig(use=("search",), arguments={"search": arguments}), config_lib.SandboxConfig()
+        )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import ClassVar
 import pytest
 import sandboxes
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.rollouts import factories
 from libra_jax.tools import toolkit
 
@@ -61,7 +62,7 @@ def parts(monkeypatch):
 
 
 def settings(**tools):
-    return config.ToolsConfig(**tools), config.SandboxConfig(warm=1, memory_mib=256)
+    return config_lib.ToolsConfig(**tools), config_lib.SandboxConfig(warm=1, memory_mib=256)
 
 
 def within(work, **tools):
@@ -149,10 +150,10 @@ def test_two_tools_of_one_name_are_found_before_a_run():
 
 def test_tools_that_no_environment_offers_are_refused():
     made = toolkit.Toolkit(*settings(use=("my_tools:Echo",)))
-    factories.environment_factory(config.TaskConfig(environment="my_tools:text_only"), made)
+    factories.environment_factory(config_lib.TaskConfig(environment="my_tools:text_only"), made)
     with pytest.raises(protocols.ConfigError, match=r"tools\.use: names my_tools:Echo, but my_tools:without_tools"):
-        factories.environment_factory(config.TaskConfig(environment="my_tools:without_tools"), made)
-    task = config.TaskConfig(environment="my_tools:text_only", environment_arguments={"tools": 1})
+        factories.environment_factory(config_lib.TaskConfig(environment="my_tools:without_tools"), made)
+    task = config_lib.TaskConfig(environment="my_tools:text_only", environment_arguments={"tools": 1})
     with pytest.raises(protocols.ConfigError, match=r"environment_arguments: must not hold 'tools'"):
         factories.environment_factory(task, made)
 

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.trainer_control import client, handover
 
 SIZES = protocols.MeshSizes(2, 1, 1)
-LIMITS = config.DeadlineConfig(trainer_start=60, checkpoint=60, train_step=60, shutdown=60)
+LIMITS = config_lib.DeadlineConfig(trainer_start=60, checkpoint=60, train_step=60, shutdown=60)
 
 
 class Run:

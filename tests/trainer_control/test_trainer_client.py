@@ -9,7 +9,8 @@ import coordinator_doubles
 import movable_trainers as doubles
 import pytest
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.trainer_control import client
 
 LOST = protocols.WorkerLost("actor 'trainer.2' is lost: its process 7 died; restart it to go on")
@@ -19,7 +20,7 @@ OWN = protocols.DataError("the disk of process 0 is full; make room")
 
 def made_of(cluster: doubles.Cluster, processes: int, **limits: float) -> client.TrainerClient:
     return client.TrainerClient(
-        client.TrainerProcesses(cluster, doubles.maker(), count=processes), config.DeadlineConfig(**limits)
+        client.TrainerProcesses(cluster, doubles.maker(), count=processes), config_lib.DeadlineConfig(**limits)
     )
 
 
@@ -152,7 +153,7 @@ def test_an_error_of_the_former_processes_does_not_make_their_successor_lost():
             await trainer.policy_version()
         former = trainer._processes
         made = client.TrainerProcesses(former._cluster, doubles.maker(), name="trainer-1")
-        successor = client.TrainerClient(made, config.DeadlineConfig())
+        successor = client.TrainerClient(made, config_lib.DeadlineConfig())
         await successor.make()
         assert trainer.adopt(successor) is former
         with pytest.raises(protocols.TrainerLost, match="its process 7 died"):

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from libra_jax import config as run_config
+from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
 from libra_jax.models.hf import hf_names, weight_files
 from libra_jax.protocols import ConfigError, DataError
@@ -39,7 +39,7 @@ _HARMLESS = (
 """Other fields of PEFT that change nothing in a trained adapter."""
 
 
-def adapted(shape: model_config.TransformerConfig, lora: run_config.LoraConfig) -> model_config.TransformerConfig:
+def adapted(shape: model_config.TransformerConfig, lora: config_lib.LoraConfig) -> model_config.TransformerConfig:
     """Returns the shape with the adapters that the config requests; the shape itself if the rank is 0.
 
     Raises:
@@ -68,7 +68,7 @@ def adapted(shape: model_config.TransformerConfig, lora: run_config.LoraConfig) 
         )
     layers = lora.layers or tuple(range(shape.num_layers))
     # In one order, so that the order of the config's tuple names no other model.
-    targets = tuple(name for name in run_config.PROJECTIONS if name in lora.targets)
+    targets = tuple(name for name in config_lib.PROJECTIONS if name in lora.targets)
     adapter = model_config.AdapterConfig(lora.rank, lora.alpha, targets, layers)
     return dataclasses.replace(shape, adapter=adapter)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.utils import machine
 
@@ -52,13 +52,13 @@ class Found:
       fields: names of the fields that hold an id, found or not.
     """
 
-    config: libra_config.RunConfig
+    config: config_lib.RunConfig
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     fields: frozenset[str] = frozenset()
 
 
-def resolved(config: libra_config.RunConfig, *, download: bool) -> Found:
+def resolved(config: config_lib.RunConfig, *, download: bool) -> Found:
     """Replaces the ids of `model.path`, `task.tokenizer` and `task.path` by folders of the Hugging Face cache.
 
     Args:
@@ -93,7 +93,7 @@ def resolved(config: libra_config.RunConfig, *, download: bool) -> Found:
     return Found(config, tuple(notes), tuple(problems), frozenset(ids))
 
 
-def with_model(config: libra_config.RunConfig) -> libra_config.RunConfig:
+def with_model(config: config_lib.RunConfig) -> config_lib.RunConfig:
     """Replaces the id of `model.path` by a folder with the model's config.json, perhaps without its weights.
 
     Raises:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
 from libra_jax.models.adapters import adapters
 from libra_jax.planning.costs import hardware
@@ -33,7 +33,7 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value, by the dtypes that a config may name."""
 
 
-@configuration.group
+@config_lib.group
 @dataclass(unsafe_hash=True)
 class Coefficients:
     """Shares of a sheet's peaks that software reaches, and fixed times; each with its source.
@@ -103,12 +103,12 @@ class Coefficients:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             name, value = f"simulation.coefficients.{item.name}", getattr(self, item.name)
-            configuration.check_finite(value, name)
+            config_lib.check_finite(value, name)
             if item.name in SHARES:
-                configuration.check(0 < value <= 1, name, f"is a share of a peak, above 0 and at most 1, not {value}")
+                config_lib.check(0 < value <= 1, name, f"is a share of a peak, above 0 and at most 1, not {value}")
             else:
-                configuration.check(value >= 0, name, f"must not be negative, not {value}")
-        configuration.check(
+                config_lib.check(value >= 0, name, f"must not be negative, not {value}")
+        config_lib.check(
             self.chunk_tokens > 0, "simulation.coefficients.chunk_tokens", f"must be positive, not {self.chunk_tokens}"
         )
 

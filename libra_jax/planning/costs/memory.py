@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from libra_jax import config as libra_config
+from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
 from libra_jax.planning.costs import costs, hardware
 from libra_jax.planning.forecast import meshes
@@ -17,7 +17,7 @@ _SHEETS = {"cuda": ("a100", "h100", "h200"), "tpu": ("v5e", "v5p", "v6e")}
 """Accelerators of each `trainer.platform` that have a sheet."""
 
 
-def trainer_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> float:
+def trainer_bytes(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> float:
     """Returns the bytes on each of the trainer's devices: state, gradients, activations, logits, and the reference
     model."""
     sheet = hardware.SHEETS[0]  # sizes do not depend on the accelerator
@@ -27,13 +27,13 @@ def trainer_bytes(config: libra_config.RunConfig, shape: model_config.Transforme
     return training.memory_bytes(trainer.data, trainer.fsdp, trainer.tensor)
 
 
-def moment_numbers(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> int:
+def moment_numbers(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> int:
     """Returns the count of numbers that the run's optimizer keeps of all trained parameters."""
     sheet = hardware.SHEETS[0]  # counts do not depend on the accelerator
     return meshes.Trainer.from_config(config, sheet).moment_numbers(costs.CostModel(sheet, shape))
 
 
-def wire_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> float:
+def wire_bytes(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> float:
     """Returns the bytes that each of the trainer's devices sends in a micro-batch of the longest rows, by formula."""
     sheet, trainer = hardware.SHEETS[0], config.trainer  # bytes do not depend on the accelerator
     training = meshes.Training(costs.CostModel(sheet, shape), [2], meshes.Trainer.from_config(config, sheet))
@@ -42,12 +42,12 @@ def wire_bytes(config: libra_config.RunConfig, shape: model_config.TransformerCo
     return training.volumes(trainer.data, trainer.fsdp, trainer.tensor, columns).total
 
 
-def weight_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig, degree: int) -> float:
+def weight_bytes(config: config_lib.RunConfig, shape: model_config.TransformerConfig, degree: int) -> float:
     """Returns the bytes of weights on each device of an instance."""
     return model_config.parameter_count(shape) * costs.VALUE_BYTES[config.rollout.dtype] / degree
 
 
-def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfig, free: float | None = None) -> str:
+def verdict(config: config_lib.RunConfig, shape: model_config.TransformerConfig, free: float | None = None) -> str:
     """Estimates whether the run fits, and names the numbers that are compared.
 
     A run on accelerators is compared with the sheets of its platform, because a dry run may be on a machine without

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning.forecast.pipeline import Integers
 
@@ -37,7 +37,7 @@ GOLDEN = 0.6180339887498949
 """Its multiples, modulo 1, fill the unit interval evenly."""
 
 
-def cache_share(scheduler: configuration.SchedulerConfig) -> float:
+def cache_share(scheduler: config_lib.SchedulerConfig) -> float:
     """Returns the share of a cache that a policy fills; 0 if it admits any number of contexts."""
     by_cache = scheduler.policy in FILLS_CACHES if scheduler.admission == "auto" else scheduler.admission == "cache"
     return scheduler.cache_share if by_cache else 0.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import feasibility
 from libra_jax.planning.costs import costs, profiles
@@ -83,7 +83,7 @@ class Setting:
     @classmethod
     def from_config(
         cls,
-        run: configuration.RunConfig,
+        run: config_lib.RunConfig,
         model: costs.CostModel,
         devices: int,
         *,
@@ -129,9 +129,7 @@ class Setting:
             )
         if profile is not None:
             degrees = profile.measured(degrees)
-        slots_by_degree = configuration.slots_by_degree(
-            run.rollout.tensor_parallel, slots or run.rollout.instance_slots
-        )
+        slots_by_degree = config_lib.slots_by_degree(run.rollout.tensor_parallel, slots or run.rollout.instance_slots)
         micro_batch = run.trainer.micro_batch_rows * run.trainer.row_tokens
         return cls(
             model,
@@ -153,12 +151,12 @@ class Setting:
         )
 
 
-def _max_degree(run: configuration.RunConfig, model: costs.CostModel) -> int:
+def _max_degree(run: config_lib.RunConfig, model: costs.CostModel) -> int:
     """Returns the most devices that an instance may have: those of a node, or of one of the run's hosts."""
     return min(model.sheet.devices_per_node, run.cluster.accelerators_per_host or model.sheet.devices_per_node)
 
 
-def check_layout(run: configuration.RunConfig, setting: Setting) -> None:
+def check_layout(run: config_lib.RunConfig, setting: Setting) -> None:
     """Refuses a layout with instances that no plan may have, because their time could not be predicted.
 
     Raises:

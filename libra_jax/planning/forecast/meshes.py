@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import communication_bounds, rows
 from libra_jax.models import config as model_config
@@ -111,7 +111,7 @@ class Trainer:
     moments: tuple[int, int] = (2, 2)
 
     @classmethod
-    def from_config(cls, run: configuration.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
+    def from_config(cls, run: config_lib.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
         """Returns a run's trainer on devices of this sheet.
 
         Raises:

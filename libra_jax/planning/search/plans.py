@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.utils import checksums
 
@@ -17,14 +17,14 @@ MOST_DEVICES = 1_000_000
 """Most accelerators of a plan: more than any cluster has."""
 
 
-def core_degrees(run: configuration.RunConfig) -> tuple[int, ...]:
+def core_degrees(run: config_lib.RunConfig) -> tuple[int, ...]:
     """Returns the tensor-parallel degrees of the instances that plans cover: all but the hybrid ones, which are the
     last."""
     degrees = run.rollout.tensor_parallel
     return degrees[: len(degrees) - run.elastic.hybrid]
 
 
-def from_config(run: configuration.RunConfig, mesh: tuple[int, int, int]) -> protocols.Plan:
+def from_config(run: config_lib.RunConfig, mesh: tuple[int, int, int]) -> protocols.Plan:
     """Returns the plan that a run's configuration describes, without hybrid instances, which no plan covers.
 
     Args:
@@ -112,7 +112,7 @@ def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
     degrees = [bucket.tensor_parallel for bucket in plan.rollout for _ in range(bucket.count)]
     rollout, simulation = values["rollout"], values.get("simulation", {})
     instance_slots = simulation.get("slots") or rollout["slots_by_instance"]
-    by_degree = configuration.slots_by_degree(rollout["tensor_parallel"], instance_slots)
+    by_degree = config_lib.slots_by_degree(rollout["tensor_parallel"], instance_slots)
     slots = tuple(by_degree.get(degree, rollout["slots"]) for degree in degrees)
     mesh = {"data": plan.data, "fsdp": plan.fsdp, "tensor": plan.tensor}
     # The widest bucket serves all longer requests, so it has no bound.
@@ -123,7 +123,7 @@ def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
         "scheduler": {**values["scheduler"], "max_remaining_tokens": bounds},
     }
     if simulation:
-        configuration.check(
+        config_lib.check(
             plan.context == 1, "simulation.train_mesh", f"has no context, and the plan's is {plan.context}"
         )
         sizes = {"train_devices": plan.train_devices, "train_mesh": tuple(mesh.values()), "slots": slots}

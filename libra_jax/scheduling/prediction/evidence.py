@@ -35,7 +35,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling.prediction import correction, paths, prefix_tree
 
@@ -90,7 +90,7 @@ class Evidence:
       config: `evidence`, `window`, `tree_nodes`, `path_depth`, `half_life` and `prior_count` apply here.
     """
 
-    def __init__(self, config: configuration.SchedulerConfig) -> None:
+    def __init__(self, config: config_lib.SchedulerConfig) -> None:
         window, nodes, half_life = config.window, config.tree_nodes, config.half_life
         self._config = config
         self._prior = config.prior_count

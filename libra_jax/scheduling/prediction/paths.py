@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling.prediction import correction, prefix_tree
 
@@ -144,7 +144,7 @@ class PathStatistics:
       config: `window`, `tree_nodes`, `path_depth` and `half_life` apply here.
     """
 
-    def __init__(self, config: configuration.SchedulerConfig) -> None:
+    def __init__(self, config: config_lib.SchedulerConfig) -> None:
         self._config = config
         limits = config.window, config.tree_nodes
         # One edge deeper, because the prompt itself is the first edge.

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling.prediction import evidence, mixture, paths, prefix_tree
 
@@ -132,7 +132,7 @@ def rollouts(record: Mapping[str, Any]) -> list[Rollout]:
 
 
 def measure(
-    rollouts: Collection[Rollout], config: configuration.SchedulerConfig | None = None
+    rollouts: Collection[Rollout], config: config_lib.SchedulerConfig | None = None
 ) -> PredictionQuality | None:
     """Judges the evidence on the rollouts of one run; None if no tool ever returned.
 
@@ -150,7 +150,7 @@ def measure(
     ranks = (len(every) * part // BUCKETS for part in range(1, BUCKETS))
     # A bound at the largest value would leave the bucket above it empty.
     judge = _Judge(tuple(sorted({every[max(0, rank - 1)] for rank in ranks} - {every[-1]})))
-    config = config or configuration.SchedulerConfig()
+    config = config or config_lib.SchedulerConfig()
     candidate = evidence.Evidence(config)
     plain = evidence.Evidence(dataclasses.replace(config, evidence="mean"))
     steps = [at // STEP_TRAJECTORIES if one.step is None else one.step for at, one in enumerate(rollouts)]

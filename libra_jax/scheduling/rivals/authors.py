@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import buckets, requests, residents
 from libra_jax.scheduling.prediction import paths
@@ -185,7 +185,7 @@ class CmlfqAuthors(residents.ResidentScheduler):
     by_length = True
     counts_residents = True
 
-    def __init__(self, config: configuration.SchedulerConfig, *, kinds: Sequence[protocols.Kind] = ()) -> None:
+    def __init__(self, config: config_lib.SchedulerConfig, *, kinds: Sequence[protocols.Kind] = ()) -> None:
         self.statistics = Statistics()
         super().__init__(config, kinds=kinds, learner=self.statistics)
 

@@ -24,7 +24,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import buckets, requests, residents
 from libra_jax.scheduling import costs as cost_model
@@ -46,7 +46,7 @@ class Heddle(residents.ResidentScheduler):
 
     predicts = True
 
-    def __init__(self, config: configuration.SchedulerConfig, costs: cost_model.Costs) -> None:
+    def __init__(self, config: config_lib.SchedulerConfig, costs: cost_model.Costs) -> None:
         self.evidence = evidence.Evidence(config)
         super().__init__(config, order="longest_first", learner=self.evidence)
         self.rates = cost_model.Rates(costs)

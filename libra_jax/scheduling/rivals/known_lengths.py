@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from libra_jax import config as configuration
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import buckets, cmlfq, requests, residents
 from libra_jax.scheduling import costs as cost_model
@@ -37,7 +37,7 @@ class LengthPredictor(residents.ResidentScheduler):
 
     def __init__(
         self,
-        config: configuration.SchedulerConfig,
+        config: config_lib.SchedulerConfig,
         remaining: Remaining,
         *,
         seed: int = 0,
@@ -92,7 +92,7 @@ class Clairvoyant(residents.ResidentScheduler):
 
     def __init__(
         self,
-        config: configuration.SchedulerConfig,
+        config: config_lib.SchedulerConfig,
         costs: cost_model.Costs,
         remaining: Remaining,
         *,
@@ -202,7 +202,7 @@ class Oracle(cmlfq.Cmlfq):
 
     def __init__(
         self,
-        config: configuration.SchedulerConfig,
+        config: config_lib.SchedulerConfig,
         costs: cost_model.Costs,
         remaining: Remaining,
         *,

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.tools.sandbox import limits as limits_module
 from libra_jax.tools.sandbox import seccomp, supervisor
 from libra_jax.utils import scratch
@@ -191,11 +192,11 @@ def make(
       allow_unsafe: Permits the backend "none".
       door: Folder of the host whose sockets the sandboxes may connect to. Empty: none.
     """
-    config.check_choice(name, NAMES, "sandbox.backend")
+    config_lib.check_choice(name, NAMES, "sandbox.backend")
     for path in packages:
-        config.check(os.path.isdir(path), "sandbox.packages", f"{path} is no directory")
+        config_lib.check(os.path.isdir(path), "sandbox.packages", f"{path} is no directory")
     if name == "none":
-        config.check(
+        config_lib.check(
             allow_unsafe,
             "sandbox.backend",
             "none runs what a policy writes with all rights of this process; set sandbox.allow_unsafe=True if that is "
@@ -236,7 +237,7 @@ class Bubblewrap(Backend):
         for path in packages:
             # The sandbox's user is not root, so the permissions for others have to let it read and enter the folder.
             readable = not self._root or os.stat(path).st_mode & 0o005 == 0o005
-            config.check(readable, "sandbox.packages", f"{path} is for root alone; let others read it (chmod o+rx)")
+            config_lib.check(readable, "sandbox.packages", f"{path} is for root alone; let others read it (chmod o+rx)")
         self._zero = _ZERO if self._root and _mounts(_MAKE_ZERO) else ""
         self._terminals = _TERMINALS if self._root and _mounts(_MAKE_TERMINALS) else ""
         # The words before the command, and the host's path of each directory that is shown. They make the sandbox the
@@ -396,7 +397,7 @@ class Container(Backend):
     def __init__(
         self, limits: limits_module.Limits, packages: Mapping[str, str], runtime: str, image: str, door: str = ""
     ) -> None:
-        config.check(bool(image), "sandbox.image", "must name an image with Python 3.11 and bash")
+        config_lib.check(bool(image), "sandbox.image", "must name an image with Python 3.11 and bash")
         super().__init__(limits, packages, door)
         self._runtime, self._image = runtime, image
 

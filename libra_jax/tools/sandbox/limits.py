@@ -13,9 +13,10 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 
-Limits = config.SandboxLimits
+Limits = config_lib.SandboxLimits
 """Limits for the code in one sandbox."""
 
 _CONTROLLERS = {"memory", "pids"}

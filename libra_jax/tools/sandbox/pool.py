@@ -23,7 +23,8 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.tools.sandbox import backends, worker
 from libra_jax.tools.sandbox import limits as limits_module
 from libra_jax.utils import resolving, scratch
@@ -82,7 +83,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
           packages: Directories of Python modules that code may import, read-only.
           image: Container image with Python 3.11 and bash, for the backend "container".
         """
-        config.check(0 < warm <= most, "sandbox.warm", f"must lie in 1..sandbox.most = {most}, not {warm}")
+        config_lib.check(0 < warm <= most, "sandbox.warm", f"must lie in 1..sandbox.most = {most}, not {warm}")
         self.limits = limits or limits_module.Limits()
         # Sockets in this folder are a sandbox's only way out. Sandboxes see it read-only, and this user alone writes.
         self.door = scratch.folder("door")

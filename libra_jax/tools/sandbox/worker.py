@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from libra_jax import config, protocols
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.tools.sandbox import backends, supervisor
 from libra_jax.tools.sandbox import limits as limits_module
 from libra_jax.utils import call_deadlines, scratch
@@ -48,7 +49,9 @@ def pack(directory: Path, most_mib: int) -> bytes:
         nonlocal room
         # Each member takes a header block besides its content, so empty files count too.
         room -= member.size + tarfile.BLOCKSIZE
-        config.check(room >= 0, "sandbox.workspace_mib", f"{most_mib} do not hold the workspace {directory}; raise it")
+        config_lib.check(
+            room >= 0, "sandbox.workspace_mib", f"{most_mib} do not hold the workspace {directory}; raise it"
+        )
         # The host's users mean nothing inside the sandbox, and names would leak who owns the files.
         member.uid = member.gid = 0
         member.uname = member.gname = ""
