@@ -1,6 +1,7 @@
 """A config file is typed: mypy and the run itself see a mistyped field, and what a run holds is frozen."""
 
 import dataclasses
+import re
 
 import pytest
 from mypy import api
@@ -94,6 +95,22 @@ def test_a_former_name_is_refused_with_the_present_one(old, new):
         setattr(getattr(config_lib.RunConfig(), group), name, 1)
     settings_of_new, present = getattr(config_lib.RunConfig(), new.split(".")[0]), new.split(".")[1]
     assert hasattr(settings_of_new, present)
+
+
+@pytest.mark.parametrize("name", config_lib.REMOVED)
+def test_a_removed_setting_is_refused_with_what_runs_do_now(name):
+    group, field = name.rsplit(".", 1)
+    sentence = f"{re.escape(name)} is gone: {re.escape(config_lib.REMOVED[name].advice)}"
+    with pytest.raises(ConfigError, match=rf"config\.{re.escape(name)}: no such field; {sentence}"):
+        config_lib.parse(config_lib.RunConfig, {group: {field: 1}})
+    with pytest.raises(ConfigError, match=f"has no field '{field}'; {sentence}"):
+        setattr(getattr(config_lib.RunConfig(), group), field, 1)
+    accepted = config_lib.REMOVED[name].accepted
+    for value in (7,) if accepted is None else accepted:
+        assert config_lib.renamed({group: {field: value}}) == {group: {}}
+    if accepted is not None:
+        with pytest.raises(ConfigError, match=sentence):
+            config_lib.renamed({group: {field: "other"}})
 
 
 def test_a_stored_config_is_read_under_present_names():

@@ -81,10 +81,8 @@ def allowed_names(text: str) -> tuple[str, ...]:
     for name in names:
         if name not in kinds and not any(_covers(mapping, name) for mapping in mappings):
             near = difflib.get_close_matches(name, kinds, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            if name in config_lib.RENAMED:
-                hint = f"; {config_lib.now(name)}"
-            raise ConfigError(f"--allow_changes: there is no setting {name!r}{hint}")
+            hint = config_lib.now(name) or (f"did you mean {near[0]}?" if near else "")
+            raise ConfigError(f"--allow_changes: there is no setting {name!r}" + (f"; {hint}" if hint else ""))
     return names
 
 

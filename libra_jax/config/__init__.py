@@ -45,7 +45,7 @@ from libra_jax.config.environments import (
     TaskConfig,
     ToolsConfig,
 )
-from libra_jax.config.group import RENAMED, freeze, group, nearest, now, renamed
+from libra_jax.config.group import REMOVED, RENAMED, freeze, group, nearest, now, renamed
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, GatewayConfig, TelemetryConfig
 from libra_jax.config.optimizers import OptimizerConfig
 from libra_jax.config.parsing import checked, parse, to_dict
@@ -72,6 +72,7 @@ __all__ = [
     "ORDERINGS",
     "POLICIES",
     "PROJECTIONS",
+    "REMOVED",
     "RENAMED",
     "AlgorithmConfig",
     "CheckpointConfig",

@@ -242,13 +242,12 @@ class RewardConfig:
     seconds: float = 60.0  # seconds of a call
     retries: int = 1  # further calls after a failed one, before the rollout's group is replaced
     restarts: int = 10  # restarts of dead or hung actors, over the whole run
-    cache_entries: int = 10_000  # number of cached values, by the arguments of a function; 0 is off
 
     def __post_init__(self) -> None:
         check_finite(self.environment_weight, "reward.environment_weight")
         for name in ("actors", "concurrency"):
             check(getattr(self, name) > 0, f"reward.{name}", f"must be positive, not {getattr(self, name)}")
-        for name in ("retries", "restarts", "cache_entries"):
+        for name in ("retries", "restarts"):
             check(getattr(self, name) >= 0, f"reward.{name}", f"must not be negative, not {getattr(self, name)}")
         check(0 < self.seconds < math.inf, "reward.seconds", f"must be positive and finite, not {self.seconds}")
         parsed = self.parsed()

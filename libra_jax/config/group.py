@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -40,6 +39,25 @@ _CONVERTED: Mapping[str, Mapping[Any, Any]] = {
 }
 """Present values of each renamed setting whose former values all have one, by former value."""
 
+
+@dataclasses.dataclass(frozen=True)
+class RemovedSetting:
+    """A setting that no longer exists.
+
+    Attributes:
+      advice: clause that says what runs do without the setting.
+      accepted: values under which stored runs did the same, so that their configs are still read; None: any value.
+    """
+
+    advice: str
+    accepted: tuple[Any, ...] | None = None
+
+
+REMOVED = {
+    "reward.cache_entries": RemovedSetting("every rollout is scored; a slow function can keep its own values"),
+}
+"""Settings that were removed, by their former name."""
+
 _FROZEN = "_frozen"
 """Entry of a group's `__dict__` that says that no field may be set any more."""
 
@@ -61,11 +79,10 @@ def group(cls: type[T]) -> type[T]:
 
     def set_field(self: Any, name: str, value: Any) -> None:
         if name not in names:
-            hint = nearest(name, names)
             # A group does not know its place in a config, and its class is named after it: RolloutConfig, rollout.
             place = cls.__name__.removesuffix("Config").lower()
-            former = [old for old in RENAMED if re.fullmatch(rf"{place}s?\.{re.escape(name)}", old)]
-            raise ConfigError(f"{cls.__name__} has no field {name!r}; {now(former[0]) if former else hint}")
+            hint = now(f"{place}.{name}") or now(f"{place}s.{name}") or nearest(name, names)
+            raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
         if self.__dict__.get(_FROZEN):
             raise dataclasses.FrozenInstanceError(f"{cls.__name__}.{name}: settings are frozen once they are read")
         default = getattr(cls, name, None)
@@ -96,17 +113,21 @@ def nearest(name: str, known: Collection[str], prefix: str = "") -> str:
 
 
 def now(name: str) -> str:
-    """Returns the sentence that names the present name of a former one of `RENAMED`, and its form if that changed."""
-    present = RENAMED[name]
+    """Returns a clause about a former setting: its present name and form, or that it is gone; empty for other names."""
+    if name in REMOVED:
+        return f"{name} is gone: {REMOVED[name].advice}"
+    present = RENAMED.get(name, "")
     form = _FORMS.get(present)
-    return f"{name} is now {present}" + (f", e.g. {form}" if form else "")
+    return present and f"{name} is now {present}" + (f", e.g. {form}" if form else "")
 
 
 def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config that an earlier version wrote, with former names replaced by present ones.
 
+    Removed settings are left out.
+
     Raises:
-      ConfigError: a setting has another form now; the message names its present name.
+      ConfigError: a setting has another form now, or was removed and held a value that runs no longer follow.
     """
     found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in stored.items()}
     for old, new in RENAMED.items():
@@ -121,6 +142,12 @@ def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
             found[new_group].setdefault(new_name, present[value])
         else:  # an empty value says the same in every form
             check(not value, old, f"no such field; {now(old)}")
+    for name, removed in REMOVED.items():
+        group_name, _, field_name = name.rpartition(".")
+        settings = found.get(group_name)
+        if isinstance(settings, dict) and field_name in settings:
+            value = settings.pop(field_name)
+            check(removed.accepted is None or value in removed.accepted, name, f"no such field; {now(name)}")
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from libra_jax.config.checks import check
-from libra_jax.config.group import RENAMED, coerced, freeze, nearest, now
+from libra_jax.config.group import coerced, freeze, nearest, now
 from libra_jax.protocols import ConfigError
 
 T = TypeVar("T")
@@ -41,10 +41,8 @@ def parse(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     arguments: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            hint = f"; {nearest(name, known, prefix)}"
-            if f"{prefix}{name}" in RENAMED:
-                hint = f"; {now(prefix + name)}"
-            raise ConfigError(f"config.{prefix}{name}: no such field{hint}")
+            hint = now(f"{prefix}{name}") or nearest(name, known, prefix)
+            raise ConfigError(f"config.{prefix}{name}: no such field; {hint}")
         kind = types[name]
         if dataclasses.is_dataclass(kind):
             check(isinstance(value, Mapping), f"{prefix}{name}", "must be a group of fields")

@@ -11,11 +11,7 @@ that only the call at fault counts as failed.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 
@@ -58,8 +54,7 @@ class ComposedReward:
       `reward/<name>`: each function's value before its weight.
       `reward/environment`: the environment's own reward.
       `reward/<name>/<metric>`: further numbers of a function.
-      `reward_seconds/<name>`: seconds of the calls that were made.
-      `reward_cached/<name>`: 1 if the value was cached, otherwise 0. The mean is the hit rate.
+      `reward_seconds/<name>`: seconds of its last call.
 
     Args:
       reward: Settings with the functions and their weights.
@@ -74,8 +69,6 @@ class ComposedReward:
         self._pool = pool
         self._takes_transcript = takes_transcript
         self._functions = reward.parsed()
-        # The least recently used first. Failures are not kept.
-        self._cache: collections.OrderedDict[bytes, actors.Outcome] = collections.OrderedDict()
         self._turns = {name: asyncio.Semaphore(reward.concurrency) for name in self._functions}
 
     async def __call__(self, task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:
@@ -110,23 +103,15 @@ class ComposedReward:
         self, name: str, task: protocols.Task, transcript: scoring.Transcript
     ) -> tuple[float, dict[str, float]]:
         """Returns a function's value and the metrics of the call."""
-        rollout, entries = transcript if self._takes_transcript[name] else transcript.text, self._config.cache_entries
-        key = cache_key(self._functions[name], task, rollout) if entries else b""
-        outcome = self._cache.get(key)
-        call_metrics = {f"reward_cached/{name}": float(outcome is not None)} if entries else {}
-        if outcome is None:
-            # `reward.concurrency` bounds calls; a value that is known needs none.
-            async with self._turns[name]:
-                outcome = await self._call(name, task, rollout)
-            call_metrics[f"reward_seconds/{name}"] = outcome.seconds
-        if entries:
-            # Stored again if it was found, which makes it the most recently used.
-            self._cache[key] = outcome
-            self._cache.move_to_end(key)
-            if len(self._cache) > entries:
-                self._cache.popitem(last=False)
+        rollout = transcript if self._takes_transcript[name] else transcript.text
+        async with self._turns[name]:
+            outcome = await self._call(name, task, rollout)
         further = {f"reward/{name}/{metric}": value for metric, value in outcome.metrics.items()}
-        return outcome.value, {f"reward/{name}": outcome.value, **further, **call_metrics}
+        return outcome.value, {
+            f"reward/{name}": outcome.value,
+            f"reward_seconds/{name}": outcome.seconds,
+            **further,
+        }
 
     async def _call(self, name: str, task: protocols.Task, rollout: str | scoring.Transcript) -> actors.Outcome:
         """Calls a function until it succeeds, with at most `reward.retries` failures that are its own."""
@@ -147,16 +132,3 @@ class ComposedReward:
                 subject = f"config.reward.functions.{name} ({called}), task {task.prompt_id}"
                 raise protocols.RewardFailed(f"{subject}: it {problem}")
             retries_left -= blamed  # a call that another one brought down costs no try
-
-
-def cache_key(
-    function: config_lib.RewardFunctionConfig, task: protocols.Task, rollout: str | scoring.Transcript
-) -> bytes:
-    """Returns the digest of a call: factory, arguments, the task's payload, and the text or transcript.
-
-    The task's `prompt_id` is left out, so tasks with the same content share values.
-    """
-    plain_rollout = rollout if isinstance(rollout, str) else dataclasses.asdict(rollout)
-    content = [function.factory, dict(function.arguments), dict(task.payload), plain_rollout]
-    # `repr` for what JSON cannot hold, as a payload that a Python program made may.
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).digest()

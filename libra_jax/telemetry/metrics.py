@@ -264,7 +264,6 @@ _REWARDS = _table(
     ("reward/<function>", "1", "value of a reward function before its weight, mean"),
     ("reward/<function>/<number>", "", "number that the reward function reported, mean"),
     ("reward_seconds/<function>", "seconds", "duration of a call of the reward function, mean"),
-    ("reward_cached/<function>", "share", "rollouts whose value was known from an earlier call"),
 )
 
 _EVALUATION = _table(

@@ -22,7 +22,7 @@ TASK = protocols.Task("t", {"prompt": "12*34"})
 def run(body, functions, notes, **reward):
     """Runs an async function of the scorer of these functions, in processes of their own."""
     entries = {name: {"factory": f"reward_functions:{factory}"} for name, factory in functions.items()}
-    made = config_lib.RewardConfig(functions=entries, environment_weight=0.0, cache_entries=0, **reward)
+    made = config_lib.RewardConfig(functions=entries, environment_weight=0.0, **reward)
 
     async def main():
         actors = create.create(config_lib.ClusterConfig(backend="ray"), shutdown_seconds=1, start_seconds=120)

@@ -77,7 +77,7 @@ def settings(steps: int = STEPS) -> config_lib.RunConfig:
             "checkpoint": {"every": EVERY, "keep": 3},
             "telemetry": {"report": False},
             # Rewards that differ within a group: the weights of each checkpoint have to differ, too.
-            "reward": {"functions": {"varying": {"factory": "reward_functions:varying"}}, "cache_entries": 0},
+            "reward": {"functions": {"varying": {"factory": "reward_functions:varying"}}},
         },
     )
 

@@ -199,7 +199,7 @@ def test_what_a_judge_cannot_be_made_of_is_refused(arguments, problem):
         judge.judge(**{"base_url": "http://127.0.0.1:1/v1", "model": "m", **arguments})
 
 
-def test_a_judge_in_a_reward_scores_many_attempts_at_once_as_the_config_allows_and_keeps_its_scores(endpoint):
+def test_a_judge_in_a_reward_scores_many_attempts_at_once_as_the_config_allows(endpoint):
     server = endpoint((200, '{"score": 0.5}', 0.05))
     arguments = {"base_url": server.base_url, "model": "my-judge"}
     functions = {"judge": {"factory": "libra_jax.rewards.judge:judge", "weight": 2.0, "arguments": arguments}}
@@ -210,13 +210,11 @@ def test_a_judge_in_a_reward_scores_many_attempts_at_once_as_the_config_allows_a
         try:
             async with composition.open_scorer(reward, actors, note=print, start_seconds=60) as scorer:
                 tries = [scoring.Transcript("x", answer=str(n)) for n in range(12)]
-                found = await asyncio.gather(*(scorer(TASK, transcript) for transcript in tries))
-                return [*found, await scorer(TASK, tries[0])]
+                return await asyncio.gather(*(scorer(TASK, transcript) for transcript in tries))
         finally:
             await actors.shutdown()
 
     found = asyncio.run(main())
-    assert [score.reward for score in found] == [1.0] * 13
+    assert [score.reward for score in found] == [1.0] * 12
     assert found[0].metrics["reward/judge/tokens"] == 42
-    assert found[-1].metrics["reward_cached/judge"] == 1.0
     assert (len(server.asked), server.most) == (12, 4)

@@ -1,4 +1,4 @@
-"""Rewards: composed with weights, run apart from the loop, cached, and never a number where something failed."""
+"""Rewards: composed with weights, run apart from the loop, and never a number where something failed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_without_functions_the_environments_own_reward_is_all_there_is():
 
 
 def test_a_function_reports_metrics_under_its_name_and_how_long_it_took():
-    found = score({"vowel": of("share_of", letter="e"), "late": of("later", seconds=0.05)}, "there", cache_entries=0)
+    found = score({"vowel": of("share_of", letter="e"), "late": of("later", seconds=0.05)}, "there")
     assert found.reward == pytest.approx(2 / 5 + 5)
     assert found.metrics["reward/vowel/count"] == 2
     assert 0.05 <= found.metrics["reward_seconds/late"] < 5
@@ -314,78 +314,6 @@ def test_several_actors_share_the_work():
     assert cluster.names == ["reward-0", "reward-1", "reward-2"]
 
 
-# The cache ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_was_scored_before_is_known_and_counted():
-    async def body(scorer):
-        same = protocols.Task("another name", dict(TASK.payload))
-        found = [await scorer(task, scoring.Transcript("hello")) for task in (TASK, TASK, same)]
-        other = protocols.Task("t", {"prompt": "1+1", "answer": "2"})
-        found += [await scorer(TASK, scoring.Transcript("hello!")), await scorer(other, scoring.Transcript("hello"))]
-        return found
-
-    functions = {"once": of("counting"), "twice": of("counting", factor=2.0)}
-    found = with_scorer(body, functions, environment_weight=0.0)
-    assert [item.reward for item in found] == [15, 15, 15, 18, 15]
-    assert [item.metrics["reward_cached/twice"] for item in found] == [0, 1, 1, 0, 0]
-    assert ["reward_seconds/once" in item.metrics for item in found] == [True, False, False, True, True]
-    assert len(reward_functions.CALLS) == 6
-
-
-def test_without_cache_every_attempt_is_scored_and_no_hit_rate_told():
-    async def body(scorer):
-        return [await scorer(TASK, scoring.Transcript("hello")) for _ in range(2)]
-
-    found = with_scorer(body, {"once": of("counting")}, environment_weight=0.0, cache_entries=0)
-    assert len(reward_functions.CALLS) == 2
-    assert not any("cached" in name for item in found for name in item.metrics)
-
-
-def test_failures_are_never_kept():
-    async def body(scorer):
-        with pytest.raises(protocols.RewardFailed):
-            await scorer(TASK, scoring.Transcript("hello"))
-        return await scorer(TASK, scoring.Transcript("hello"))
-
-    assert with_scorer(body, {"bad": of("failing", times=1)}, environment_weight=0.0, retries=0).reward == 1.0
-
-
-@given(st.integers(1, 8), st.lists(st.integers(0, 12), max_size=40))
-@settings(max_examples=40, deadline=None)
-def test_the_cache_holds_the_most_recently_used_values(entries, asked):
-    async def body(scorer):
-        return [await scorer(TASK, scoring.Transcript("e" * number)) for number in asked]
-
-    recent = []
-    function = {"vowel": of("share_of", letter="e")}
-    for number, found in zip(
-        asked, with_scorer(body, function, environment_weight=0.0, cache_entries=entries), strict=True
-    ):
-        assert found.metrics["reward_cached/vowel"] == (number in recent)
-        assert found.metrics["reward/vowel"] == found.reward == (number > 0)
-        recent = [*(other for other in recent if other != number), number][-entries:]
-
-
-_content = st.tuples(
-    st.sampled_from(["mine:a", "mine:b"]),
-    st.dictionaries(st.sampled_from("xy"), st.integers(0, 2)),
-    st.dictionaries(st.sampled_from("pq"), st.integers(0, 2) | st.text(max_size=2)),
-    st.text(max_size=2) | st.builds(scoring.Transcript, st.text(max_size=2), st.text(max_size=2)),
-)
-
-
-@given(_content, _content)
-@settings(max_examples=40)
-def test_calls_share_a_value_where_function_arguments_payload_and_input_are_equal(one, other):
-    def key(factory, arguments, payload, seen):
-        return composition.cache_key(
-            config_lib.RewardFunctionConfig(factory, 1.0, arguments), protocols.Task("t", payload), seen
-        )
-
-    assert (key(*one) == key(*other)) == (one == other)
-
-
 # The config ---------------------------------------------------------------------------------------------------------
 
 
@@ -410,7 +338,6 @@ def test_calls_share_a_value_where_function_arguments_payload_and_input_are_equa
         ({"actors": 0}, r"reward\.actors: must be positive"),
         ({"concurrency": 0}, r"reward\.concurrency: must be positive"),
         ({"retries": -1}, r"reward\.retries: must not be negative"),
-        ({"cache_entries": -1}, r"reward\.cache_entries: must not be negative"),
         ({"seconds": float("inf")}, r"reward\.seconds: must be positive and finite"),
     ],
 )

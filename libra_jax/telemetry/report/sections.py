@@ -210,16 +210,14 @@ def reward(steps: Steps) -> list[page.Section]:
         # As in the report's first sentence: windows that share no step.
         size = max(1, min(MEAN_STEPS, len(values) // 2))
         seconds = list(curve(steps, f"reward_seconds/{called}").values())
-        cached = list(curve(steps, f"reward_cached/{called}").values())
         row = (
             called,
             f"{sum(values[:size]) / size:z.3f}" if values else "",
             f"{sum(values[-size:]) / size:z.3f}" if len(values) > 1 else "",
             f"{sum(seconds) / len(seconds):.3g}" if seconds else "",
-            f"{sum(cached) / len(cached):.0%}" if cached else "",
         )
         rows.append(row)
-    table = page.Table(("function", "first", "last", "seconds a call", "known already"), rows)
+    table = page.Table(("function", "first", "last", "seconds a call"), rows)
     picture = page.lines(lines, 3.0, wide=True)
     return [*out, page.Section("What the reward is made of", picture, table, note=REWARDS_NOTE, wide=True)]
 
