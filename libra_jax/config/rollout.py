@@ -194,7 +194,7 @@ class SchedulerConfig:
     # blind: without what tools returned; mean: one distribution of lengths for all requests, and the tokens so far.
     evidence: str = "causes"
     # Segments of a rollout (summarised histories, sub-agents). related: a segment goes where its parent's context is,
-    # and learns from the rollout's earlier ones; independent: as a request that has nothing to do with the others.
+    # and is compared with siblings' segments of its number; independent: a request that has nothing to do with others.
     segments: str = "related"
     prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence
     # cmlfq: cost of a move, as a multiple of its seconds; above 1, as loads even out before the move has paid off.

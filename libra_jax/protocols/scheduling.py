@@ -95,8 +95,7 @@ class RequestInfo:
       parent: name of the segment that its context begins with; empty if there is none. The instance that holds the
         parent's context holds the beginning of this one.
       shared_tokens: number of first tokens of the context that are shared with `parent`.
-      rollout_id: id of its rollout. What tools returned to the rollout's earlier segments is evidence for this request.
-        Empty: the request is a rollout of its own.
+      rollout_id: id of its rollout; empty if the request is a rollout of its own.
       segment: number of the segment in its rollout, from 0.
     """
 

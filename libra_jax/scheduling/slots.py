@@ -147,9 +147,7 @@ class SlotScheduler(places.Places):
             item.context_at, item.inherited = parent.context_at, request.shared_tokens
         self.requests[request.request_id] = item
         if self.learner is not None:
-            earlier = rollout.requests[0].track if rollout.requests else None
-            spent = sum(segment.generated_tokens for segment in rollout.requests)
-            item.track = self.learner.start(item.prompt_id, generated, request.segment, earlier, spent)
+            item.track = self.learner.start(item.prompt_id, generated, request.segment)
         rollout.requests.append(item)
         self.begins(item)
         self.wait(item, self.route(item, now), now)

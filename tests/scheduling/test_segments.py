@@ -253,73 +253,31 @@ def test_the_last_rollouts_of_a_group_are_counted_without_their_segments():
 # Evidence.
 
 
-def known_after(rollouts: int, short: int, long: int) -> evidence.Evidence:
-    """Rollouts whose second segments are short after a success and long after a failure."""
-    known = evidence.Evidence(config_lib.SchedulerConfig())
-    for index in range(rollouts):
-        for state, tokens in ((WORKED, short), (FAILED, long)):
-            parent = known.start(f"{index}", 0)
-            known.observe(parent, state, 50)
-            second = known.start(f"{index}", 0, 1, parent, 50)
-            known.finish(second, tokens)
-            known.finish(parent, 100)
-    return known
-
-
 def expected(known: evidence.Evidence, track, generated: int = 0) -> float:
     points = known.predict(track, generated)
     return sum(tokens * mass for tokens, mass in zip(points, prefix_tree.MASSES, strict=True))
-
-
-def test_what_returned_to_a_rollout_tells_the_length_of_its_next_segment():
-    known = known_after(40, 40, 4_000)
-    lengths = {}
-    for state in (WORKED, FAILED):
-        parent = known.start("new", 0)
-        known.observe(parent, state, 50)
-        lengths[state.status] = expected(known, known.start("new", 0, 1, parent, 50))
-    assert lengths["success"] < 0.25 * lengths["failure"]
-    assert expected(known, known.start("new", 0)) == pytest.approx(100, rel=0.2), "first segments are apart"
-
-
-def test_a_later_segment_knows_what_all_earlier_ones_went_through():
-    """The second summary begins with the first segment's context again, and yet follows the second segment."""
-    known = evidence.Evidence(config_lib.SchedulerConfig())
-    parent = known.start("p", 0)
-    second = known.start("p", 0, 1, parent, 10)
-    known.observe(second, FAILED, 20)
-    third = known.start("p", 0, 2, parent, 30)
-    assert third.failures == 1
-    assert third.opening[3] == ("bash", 4, "failure")
-    assert third.opening[2] == (30).bit_length()
 
 
 def test_segments_are_compared_with_siblings_by_their_number():
     known = evidence.Evidence(config_lib.SchedulerConfig())
     for _ in range(80):
         parent = known.start("p", 0)
-        segments = [known.start("p", 0, number, parent, 10 * number) for number in (1, 2)]
-        for track, tokens in zip(segments, (200, 2_000), strict=True):
-            known.finish(track, tokens)
+        for number, tokens in ((1, 200), (2, 2_000)):
+            known.finish(known.start("p", 0, number), tokens)
         known.finish(parent, 10)
-    parent = known.start("p", 0)
-    lengths = [expected(known, known.start("p", 0, number, parent, 10 * number)) for number in (1, 2)]
+    lengths = [expected(known, known.start("p", 0, number)) for number in (1, 2)]
     assert lengths == pytest.approx([200, 2_000], rel=0.2)
 
 
-def test_a_segment_after_a_restart_teaches_nothing_and_still_finishes():
-    known = known_after(10, 40, 40)
+def test_a_segment_that_arrives_with_tokens_teaches_nothing_and_still_finishes():
+    known = evidence.Evidence(config_lib.SchedulerConfig())
+    for number in (0, 1):
+        known.finish(known.start("p", 0, number), 40)
     kept = json.dumps(known.snapshot())
-    for earlier, generated in ((None, 0), (None, 5)):
-        track = known.start("p", generated, 2, earlier, 0)
-        known.observe(track, FAILED, 20)
-        assert expected(known, track, 20) > 0
-        known.finish(track, 9_000)
-    # Its first segment had tokens when it arrived: what returned to it before is not known.
-    parent = known.start("p", 300)
-    late = known.start("p", 0, 1, parent, 300)
-    known.finish(late, 9_000)
-    known.finish(parent, 9_000)
+    track = known.start("p", 5, 2)
+    known.observe(track, FAILED, 20)
+    assert expected(known, track, 20) > 0
+    known.finish(track, 9_000)
     assert json.dumps(known.snapshot()) == kept
 
 

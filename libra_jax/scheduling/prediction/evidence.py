@@ -20,11 +20,9 @@ Tokens generated since the last tool return condition all of it: only samples th
 After the first return, this prediction by path is corrected by what the request's whole course tells (`correction`).
 
 A request is a segment of a rollout: what is predicted, and learnt when it finishes, are its own tokens. Path and marks
-are its own, too. A segment after the first one begins at a state of its own, its *opening*. There, what the rollout has
-been through in all its segments stands for the path: its returns that failed and the largest one, its tokens, and its
-last causal state. It is not the path of the segment with whose context it begins: after two summaries of a history that
-is still the first segment, which ended long ago. Siblings are compared segment by segment, the k-th with the k-th. The
-frailty goes by first segments, because how many others follow is the agent's way of work, and no length.
+are its own, too. A segment after the first one begins at a state of its own, its *opening*, by its number in the
+rollout. Siblings are compared segment by segment, the k-th with the k-th. The frailty goes by first segments, because
+how many others follow is the agent's way of work, and no length.
 """
 
 from __future__ import annotations
@@ -104,21 +102,12 @@ class Evidence:
         self._lessons: deque[tuple[tuple[Any, ...], int]] = deque()  # of the suffixes: path and sample
         self._siblings = (0.0, 0.0)  # sums over returns, of factor x error and of factor squared, all logarithms
 
-    def start(
-        self,
-        prompt_id: str,
-        generated_tokens: int,
-        segment: int = 0,
-        earlier: paths.Track | None = None,
-        rollout_tokens: int = 0,
-    ) -> paths.Track:
+    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> paths.Track:
         """Returns the empty path of a request that has arrived.
 
         Args:
           generated_tokens: tokens that it had generated before.
           segment: number of the segment in its rollout.
-          earlier: path of another segment of the rollout; None if none is known.
-          rollout_tokens: tokens that the rollout's other segments have generated.
         """
         prompt = self._prompts.get(prompt_id)
         if prompt is None:
@@ -129,13 +118,10 @@ class Evidence:
                 prompts.popitem(last=False)
         self._prompts.move_to_end(prompt_id)
         prompt.live += 1
-        track = paths.start_track(prompt_id, prompt, generated_tokens, segment, earlier)
+        track = paths.start_track(prompt_id, prompt, generated_tokens, segment)
         self._correction.begin(track.course)
         if segment and self._sees == "causes":
-            past, key = track.history, paths.opening_key(segment)
-            so_far = (past.failures, past.largest), rollout_tokens.bit_length(), past.last
-            track.opening = (key, *so_far) if past.complete else (key,)
-            track.failures, track.largest = past.failures, past.largest
+            track.opening = paths.opening_key(segment)
         return track
 
     def observe(self, track: paths.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
@@ -154,9 +140,6 @@ class Evidence:
         track.path.append(key)
         track.marks.append(generated_tokens)
         track.failures, track.largest = paths.counted(key, track.failures, track.largest)
-        past = track.history
-        past.last = key
-        past.failures, past.largest = paths.counted(key, past.failures, past.largest)
         self._survived(track, generated_tokens)
         if self._lessons:
             self._learn(LESSONS)
@@ -166,13 +149,12 @@ class Evidence:
         prompt = track.prompt
         prompt.live -= 1
         # A length of an aborted request, or of one whose early path is unknown, would teach too short remainders.
-        if not learn or not track.teaches or not generated_tokens:
+        if not learn or track.start or not generated_tokens:
             prompt.hazard -= track.hazard
             return
-        before, failures, largest = None, 0, 0
-        if track.opening:
-            before, (failures, largest) = track.opening[:2]
-            self._lessons.append((track.opening, generated_tokens))
+        before, failures, largest = track.opening, 0, 0
+        if before is not None:
+            self._lessons.append(((before,), generated_tokens))
         else:
             self._survived(track, generated_tokens)
             prompt.finished += 1
@@ -275,13 +257,13 @@ class Evidence:
         tree, path, marks = self.by_suffix, track.path, track.marks
         if path:
             mark = marks[-1]
-            before = path[-2] if len(path) > 1 else track.opening[0] if track.opening else None
+            before = path[-2] if len(path) > 1 else track.opening
             since = generated_tokens - mark
             node, _ = tree.find(paths.suffix(path[-1], track.failures, track.largest, mark, before))
         else:
             since, node = generated_tokens, tree.root
             if track.opening:
-                node, _ = tree.find(track.opening)
+                node, _ = tree.find((track.opening,))
         if since:
             # Enough samples drown the evidence behind them; the rest is blended from the widest node to the narrowest.
             chain = [node]

@@ -12,14 +12,7 @@ from libra_jax.scheduling.prediction import paths
 class Learner(Protocol):
     """Learns from finished requests how long others will be. `evidence.Evidence` documents the methods."""
 
-    def start(
-        self,
-        prompt_id: str,
-        generated_tokens: int,
-        segment: int = 0,
-        earlier: paths.Track | None = None,
-        rollout_tokens: int = 0,
-    ) -> paths.Track:
+    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> paths.Track:
         """Returns the empty path of a request that has arrived."""
         ...
 

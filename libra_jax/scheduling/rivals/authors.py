@@ -122,14 +122,7 @@ class Statistics:
         self.shared = Node()
         self.by_prompt: dict[str, Node] = {}
 
-    def start(
-        self,
-        prompt_id: str,
-        generated_tokens: int,
-        segment: int = 0,
-        earlier: paths.Track | None = None,
-        rollout_tokens: int = 0,
-    ) -> paths.Track:
+    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> paths.Track:
         """Returns the empty path of a request that has arrived. The segments of a rollout are requests like others."""
         return Track(prompt_id, paths.Prompt(), generated_tokens)
 
