@@ -146,7 +146,7 @@ def _job(run: job_flags.Run, command: Sequence[str]) -> manifests.Job:
         storage_class=_STORAGE_CLASS.value,
         cpus=str(_CPUS.value or size.cpus),
         head_cpus=_quantity("head_cpus", _HEAD_CPUS.value),
-        memory=_quantity("memory", _MEMORY.value or (f"{size.memory_gib}Gi" if size.memory_gib else MEMORY)),
+        memory=_quantity("memory", _MEMORY.value or (f"{size.memory_mib // 1024}Gi" if size.memory_mib else MEMORY)),
         head_memory=_quantity("head_memory", _HEAD_MEMORY.value),
         shared_memory=_quantity("shared_memory", _SHARED_MEMORY.value),
         grace=_GRACE.value,

@@ -19,9 +19,9 @@ by network namespaces. Not run: GPUs, several machines, pyxis.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -36,54 +36,43 @@ from libra_jax.build import workdirs
 
 COMMAND_SECONDS = 30.0
 
-_PARTITION = flags.DEFINE_string("partition", "", "Partition of all hosts; default: Slurm's own.")
-_TRAIN = flags.DEFINE_string("train_partition", "", "Partition of the hosts that train; with --rollout_partition.")
-_ROLLOUT = flags.DEFINE_string("rollout_partition", "", "Partition of the hosts that roll out.")
-_TIME = flags.DEFINE_string("time", "", "Longest time, as Slurm writes it: 90 (minutes), 12:00:00, 2-00:00:00.")
-_ACCOUNT = flags.DEFINE_string("account", "", "Account to charge.")
-_QOS = flags.DEFINE_string("qos", "", "Quality of service.")
-_CONSTRAINT = flags.DEFINE_string("constraint", "", "Features that hosts must have.")
-_NODELIST = flags.DEFINE_string("nodelist", "", "Hosts to take.")
-_EXCLUDE = flags.DEFINE_string("exclude", "", "Hosts to leave out.")
-_SBATCH = flags.DEFINE_multi_string(
-    "sbatch", [], "Another option of sbatch, like --sbatch=--reservation=mine; may be repeated."
-)
-_CPUS = job_flags.cpus_per_host("6 for each accelerator and 1 more; 1 for each part of a CPU")
-_MEMORY = flags.DEFINE_string("memory", "", "Memory of each host, like 64G; default: by the model's size. 0: all.")
-_EXCLUSIVE = flags.DEFINE_bool("exclusive", False, "Take whole hosts, which no other job shares.")
-_REQUEUE = flags.DEFINE_bool(
-    "requeue", True, "Queue up again after a pre-emption, a lost host, or the end of the time."
-)
-_GRACE = job_flags.grace()
-_RETRIES = job_flags.retries("; pre-emptions and the end of its time do not count")
-_ENVIRONMENT = job_flags.environment(", or the NAME of a variable that is taken from yours (a secret)")
-_IMAGE = job_flags.image()
-_MOUNTS = flags.DEFINE_string("container_mounts", "", "What pyxis mounts there, as SOURCE:TARGET,...")
-_SETUP = job_flags.setup()
-_PYTHON = flags.DEFINE_string("python", "", "Python of the hosts; default: this one, and in a container python3.")
+for _field in dataclasses.fields(slurm_job.Settings):
+    if "help" in _field.metadata:  # the other launchers have the rest, too
+        _define = {str: flags.DEFINE_string, bool: flags.DEFINE_bool}.get(
+            type(_field.default), flags.DEFINE_multi_string
+        )
+        _define(_field.name, _field.default, _field.metadata["help"])
+job_flags.cpus_per_host("6 for each accelerator and 1 more; 1 for each part of a CPU")
+job_flags.grace()
+job_flags.retries("; pre-emptions and the end of its time do not count")
+job_flags.environment(", or the NAME of a variable that is taken from yours (a secret)")
+job_flags.image()
+job_flags.setup()
 flags.adopt_module_key_flags(job_flags)  # so that --help shows them
 
 
 def main() -> None:
     run = job_flags.run()
-    config, folder = run.config, Path.cwd()
-    workdir = folder / (job_flags.WORKDIR.value or workdirs.default(config))
+    workdir = Path.cwd() / (job_flags.WORKDIR.value or workdirs.default(run.config))
     workdirs.check_place(workdir)
-    # Compared only if Slurm can be asked: a dry run may be on any machine, and sbatch decides in any case.
-    partitions: tuple[slurm_job.Partition, ...] = ()
+    partitions = None
+    # Only if Slurm can be asked: a dry run may be on any machine, and sbatch decides in any case.
     if shutil.which("sinfo"):
         try:
-            partitions = slurm_job.parse_partitions(_run("sinfo", "--noheader", "--format=%P|%D|%G|%c|%m"))
+            partitions = slurm_job.read_partitions(_run("sinfo", "--noheader", "--format=%P|%D|%G|%c|%m"))
         except protocols.LibraError as error:
             print(f"Partitions were not checked: {error}", file=sys.stderr)
-    settings, place = _settings(run), {"folder": folder, "workdir": workdir}
-    job = slurm_job.make(
-        config, settings, arguments=run.arguments, known=os.environ, size=run.host_size(), there=partitions, **place
+    script = slurm_job.script(
+        run.config,
+        _settings(run),
+        arguments=run.arguments,
+        folder=Path.cwd(),
+        workdir=workdir,
+        known=os.environ,
+        size=run.host_size(),
+        partitions=partitions,
     )
     run.validate()
-    if partitions:
-        slurm_job.check_partitions(job.parts, partitions)
-    script = slurm_job.render(job)
     if job_flags.DRY_RUN.value:
         print(script, end="")
         return
@@ -93,7 +82,7 @@ def main() -> None:
             "--dry_run to see the script"
         )
     number = _submit(run, workdir, script)
-    print(f"{config.name} is submitted: {job.title}. Logs: {workdir / 'logs' / 'latest'}", file=sys.stderr)
+    print(f"{run.config.name} is submitted. Logs: {workdir / 'logs' / 'latest'}", file=sys.stderr)
     print(number)
 
 
@@ -120,41 +109,19 @@ def _submit(run: job_flags.Run, workdir: Path, script: str) -> str:
 
 
 def _settings(run: job_flags.Run) -> slurm_job.Settings:
-    named = {
-        "--account": _ACCOUNT.value,
-        "--qos": _QOS.value,
-        "--constraint": _CONSTRAINT.value,
-        "--exclude": _EXCLUDE.value,
-    }
-    environment, key = list(_ENVIRONMENT.value), job_flags.telemetry_key(run.config)
-    if key and not any(line.partition("=")[0] in (key, "WANDB_MODE") for line in environment):
+    values = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(slurm_job.Settings)}
+    key = job_flags.telemetry_key(run.config)
+    if key and not any(line.partition("=")[0] in (key, "WANDB_MODE") for line in values["environment"]):
         if key in os.environ:
-            environment.append(key)  # by its name: the value never enters the script
+            values["environment"] = [*values["environment"], key]  # by its name: the value never enters the script
         elif not (Path.home() / ".netrc").exists():
             print(
                 f"note: config.telemetry.wandb_project needs {key} on the hosts, and it is not set here; set it, or "
                 "give --environment=WANDB_MODE=offline",
                 file=sys.stderr,
             )
-    return slurm_job.Settings(
-        partition=_PARTITION.value,
-        train_partition=_TRAIN.value,
-        rollout_partition=_ROLLOUT.value,
-        time=_TIME.value,
-        options=(*(f"{name}={shlex.quote(value)}" for name, value in named.items() if value), *_SBATCH.value),
-        nodelist=_NODELIST.value,
-        cpus_per_host=_CPUS.value,
-        memory=_MEMORY.value,
-        exclusive=_EXCLUSIVE.value,
-        requeue=_REQUEUE.value,
-        grace=_GRACE.value,
-        retries=_RETRIES.value,
-        environment=tuple(environment),
-        image=_IMAGE.value,
-        container_mounts=_MOUNTS.value,
-        setup=_SETUP.value,
-        python=_PYTHON.value or ("python3" if _IMAGE.value else sys.executable),
-    )
+    values["python"] = values["python"] or ("python3" if values["image"] else sys.executable)
+    return slurm_job.Settings(**values)
 
 
 def _run(*command: str) -> str:

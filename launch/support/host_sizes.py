@@ -29,15 +29,15 @@ USUAL_ACCELERATORS = 8
 
 @dataclasses.dataclass(frozen=True)
 class HostSize:
-    """Needs of each host.
+    """CPUs and memory of a host.
 
     Attributes:
       cpus: CPUs.
-      memory_gib: GiB of memory; 0 if the model is not known here.
+      memory_mib: MiB of memory; 0 if it is not known.
     """
 
     cpus: int
-    memory_gib: int
+    memory_mib: int
 
 
 def unlikely(config: config_lib.RunConfig) -> str:
@@ -85,4 +85,4 @@ def estimate(config: config_lib.RunConfig, shape: model_config.TransformerConfig
         state = costs.VALUE_BYTES[config.model.param_dtype] * numbers
         training = len(layout.of_role("training")) if layout else 1
         needed = 2 * engine + state / training + ACCELERATOR_BYTES * max(on_host)
-    return HostSize(cpus, STEP_GIB * math.ceil((needed + DRIVER_BYTES) / 2**30 / STEP_GIB))
+    return HostSize(cpus, 1024 * STEP_GIB * math.ceil((needed + DRIVER_BYTES) / 2**30 / STEP_GIB))

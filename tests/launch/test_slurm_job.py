@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import importlib
 import os
 import pathlib
 import shutil
@@ -23,7 +22,7 @@ TWO_PARTITIONS = slurm_job.Settings(
     train_partition="h100",
     rollout_partition="l40s",
     time="1-00:00:00",
-    options=("--account=lab",),
+    account="lab",
     exclusive=True,
     environment=("NCCL_SOCKET_IFNAME=ib0", "WANDB_API_KEY"),
     image="/shared/images/libra jax.sqsh",
@@ -42,17 +41,17 @@ def parse(module, **changed) -> config_lib.RunConfig:
     return config_lib.parse(config_lib.RunConfig, values)
 
 
-def make(config: config_lib.RunConfig, settings: slurm_job.Settings = PLAIN) -> slurm_job.Job:
-    """The job, as it is on no machine in particular."""
-    job = slurm_job.make(
+def script(config: config_lib.RunConfig, settings: slurm_job.Settings = PLAIN) -> str:
+    """The job's script, as it is on no machine in particular."""
+    return slurm_job.script(
         config,
-        settings,
+        dataclasses.replace(settings, python="python3"),
         arguments=[f"--config=configs/{config.name}.py", "--config.cluster.address=auto"],
         folder=pathlib.Path("/shared/project"),
         workdir=pathlib.Path("/shared/project/runs/mine"),
         known={"WANDB_API_KEY": "do-not-tell"},
+        launch=pathlib.Path("/shared/libra-jax/launch"),
     )
-    return dataclasses.replace(job, launch="/shared/libra-jax/launch")
 
 
 def over_hosts(**changed) -> config_lib.RunConfig:
@@ -60,18 +59,18 @@ def over_hosts(**changed) -> config_lib.RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("name", "job"),
+    ("name", "make"),
     [
-        ("slurm_one_host.sbatch", lambda: make(parse(quickstart), slurm_job.Settings(time="60"))),
-        ("slurm_two_partitions.sbatch", lambda: make(over_hosts(), TWO_PARTITIONS)),
+        ("slurm_one_host.sbatch", lambda: script(parse(quickstart), slurm_job.Settings(time="60"))),
+        ("slurm_two_partitions.sbatch", lambda: script(over_hosts(), TWO_PARTITIONS)),
     ],
 )
-def test_the_script_is_the_golden_one(name, job):
-    script, golden = slurm_job.render(job()), GOLDEN / name
+def test_the_script_is_the_golden_one(name, make):
+    text, golden = make(), GOLDEN / name
     if os.environ.get("LIBRA_UPDATE_GOLDEN") == "1":
-        golden.write_text(script)
-    changed = difflib.unified_diff(golden.read_text().splitlines(), script.splitlines(), "golden", "now", lineterm="")
-    assert script == golden.read_text(), "\n".join(changed) + (
+        golden.write_text(text)
+    changed = difflib.unified_diff(golden.read_text().splitlines(), text.splitlines(), "golden", "now", lineterm="")
+    assert text == golden.read_text(), "\n".join(changed) + (
         "\nIf that is meant, run this test once with LIBRA_UPDATE_GOLDEN=1 in the environment, and commit "
         f"{name} with the reason."
     )
@@ -101,8 +100,8 @@ def write(attempt: pathlib.Path, *, job: int, ended: str) -> None:
 
 def end(workdir: pathlib.Path, job: int, **settings) -> subprocess.CompletedProcess[str]:
     """What the job's script does when its third attempt has ended, with a double of scontrol."""
-    script = slurm_job.render(make(parse(quickstart), slurm_job.Settings(**settings)))
-    ending = ENDS.format(workdir=workdir, job=job) + script[script.index("ended=$(cat") :]
+    text = script(parse(quickstart), slurm_job.Settings(**settings))
+    ending = ENDS.format(workdir=workdir, job=job) + text[text.index("ended=$(cat") :]
     return subprocess.run(["bash", "-c", ending], capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -155,8 +154,8 @@ def test_a_driver_that_is_cut_off_is_lost_and_where_there_was_none_nothing_is_st
 
 
 def test_another_instance_changes_only_the_lines_that_count_hosts():
-    before = slurm_job.render(make(over_hosts(), TWO_PARTITIONS)).splitlines()
-    after = slurm_job.render(make(over_hosts(rollout__tensor_parallel=(2, 2, 2)), TWO_PARTITIONS)).splitlines()
+    before = script(over_hosts(), TWO_PARTITIONS).splitlines()
+    after = script(over_hosts(rollout__tensor_parallel=(2, 2, 2)), TWO_PARTITIONS).splitlines()
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     assert changed == [
         ("# qwen3-1.7b: 2 hosts to train; 2 hosts to roll out", "# qwen3-1.7b: 2 hosts to train; 3 hosts to roll out"),
@@ -168,18 +167,16 @@ def test_another_instance_changes_only_the_lines_that_count_hosts():
 
 def test_a_secret_comes_by_its_name_and_a_value_reaches_the_run_as_it_is():
     value = """it's "$HOME" `date` \\ *"""
-    script = slurm_job.render(
-        make(parse(quickstart), slurm_job.Settings(environment=(f"NOTE={value}", "WANDB_API_KEY")))
-    )
-    assert "do-not-tell" not in script
-    export = next(line for line in script.splitlines() if line.startswith("#SBATCH --export="))
+    text = script(parse(quickstart), slurm_job.Settings(environment=(f"NOTE={value}", "WANDB_API_KEY")))
+    assert "do-not-tell" not in text
+    export = next(line for line in text.splitlines() if line.startswith("#SBATCH --export="))
     assert "WANDB_API_KEY" in export.split(",")
-    line = next(line for line in script.splitlines() if line.startswith("export NOTE="))
+    line = next(line for line in text.splitlines() if line.startswith("export NOTE="))
     shown = subprocess.run(["bash", "-c", f'{line}; printf %s "$NOTE"'], capture_output=True, text=True, check=True)
     assert shown.stdout == value
 
 
-NODES = "gpu*|4|gpu:8|64|500000+\nsmall|4|gpu:2|8+|30000\nbare|2|(null)|4|1\n"
+NODES = "gpu*|4|gpu:8|64|500000+\nsmall|2|gpu:4|16|90000\nsmall|4|gpu:2|8+|30000\nbare|2|(null)|4|1\n"
 
 
 @pytest.mark.parametrize(
@@ -191,15 +188,14 @@ NODES = "gpu*|4|gpu:8|64|500000+\nsmall|4|gpu:2|8+|30000\nbare|2|(null)|4|1\n"
         ({"partition": "bare"}, True, ["--cpus-per-task=4"]),  # nobody has configured its memory
         ({"cpus_per_host": 20, "memory": "9G"}, True, ["--cpus-per-task=20", "--mem=9G"]),
         ({"exclusive": True}, True, ["--mem=0"]),
-        ({"options": ("--mem-per-cpu=2G", "-c 3")}, True, []),
+        ({"sbatch": ("--mem-per-cpu=2G", "-c 3")}, True, []),
     ],
 )
 def test_a_host_is_asked_for_what_the_run_needs_and_the_partition_has(settings, there, options):
-    size, config = importlib.import_module("support.host_sizes").HostSize(13, 40), parse(qwen3_1p7b_8gpu, per_host=8)
-    (part,) = slurm_job.parts(
-        config, slurm_job.Settings(**settings), size, slurm_job.parse_partitions(NODES if there else "")
-    )
-    asked = [option for option in part.options if option.startswith(("--cpus-per-task", "--mem=", "--mem "))]
+    given, known = slurm_job.Settings(**settings), slurm_job.read_partitions(NODES) if there else None
+    (group,) = slurm_job.host_groups(parse(qwen3_1p7b_8gpu, per_host=8), given)
+    amounts = slurm_job.amounts(given, host_sizes.HostSize(13, 40 * 1024), known, group.partition)
+    asked = [option for option in group.options(given, amounts) if option.startswith(("--cpus-per-task", "--mem="))]
     assert asked == options
 
 
@@ -222,14 +218,13 @@ def test_hosts_with_idle_or_too_many_accelerators_are_warned_of(changed, fragmen
 
 
 def test_memory_of_a_host_grows_with_the_model_and_its_share_of_the_state():
-    host_sizes = importlib.import_module("support.host_sizes")
     run = over_hosts(model__path="", model__preset="Qwen3-8B")
     shape = model_config.load_preset("Qwen3-8B")
     larger, smaller = (host_sizes.estimate(one, shape) for one in (over_hosts(per_host=4, trainer__processes=1), run))
     weights, state = 2 * 8.19e9 / 2**30, 12 * 8.19e9 / 2**30  # bfloat16; float32 with two moments
-    assert smaller.memory_gib > 2 * weights + state / 2
-    assert larger.memory_gib > 2 * weights + state
-    assert host_sizes.estimate(run, None).memory_gib == 0, "not known"
+    assert smaller.memory_mib > 1024 * (2 * weights + state / 2)
+    assert larger.memory_mib > 1024 * (2 * weights + state)
+    assert host_sizes.estimate(run, None).memory_mib == 0, "not known"
     assert (smaller.cpus, larger.cpus) == (13, 25)
 
 
@@ -249,8 +244,8 @@ def test_memory_of_a_host_grows_with_the_model_and_its_share_of_the_state():
 )
 def test_hosts_are_those_of_the_layout(changed, settings, parts):
     config = parse(qwen3_1p7b_8gpu, **changed)
-    found = slurm_job.parts(config, slurm_job.Settings(**settings))
-    assert [(part.partition, part.hosts, part.gpus) for part in found] == parts
+    groups = slurm_job.host_groups(config, slurm_job.Settings(**settings))
+    assert [(group.partition, group.hosts, group.gpus) for group in groups] == parts
 
 
 @pytest.mark.parametrize(
@@ -286,26 +281,25 @@ def test_times_are_read_as_slurm_reads_them(text, seconds):
 )
 def test_a_wrong_setting_is_refused_by_the_name_of_its_flag(settings, problem):
     with pytest.raises(protocols.ConfigError, match=problem) as refused:
-        make(parse(quickstart), slurm_job.Settings(**settings))
+        script(parse(quickstart), slurm_job.Settings(**settings))
     assert "hf_1234" not in str(refused.value)
 
 
 def test_a_run_that_saves_nothing_is_not_requeued():
     config = parse(quickstart, checkpoint__every=0)
     with pytest.raises(protocols.ConfigError, match=r"config\.checkpoint\.every: is 0, .*--norequeue"):
-        make(config)
-    assert "#SBATCH --no-requeue" in slurm_job.render(make(config, slurm_job.Settings(requeue=False)))
+        script(config)
+    assert "#SBATCH --no-requeue" in script(config, slurm_job.Settings(requeue=False))
 
 
 def test_a_tpu_is_no_host_of_slurms():
     with pytest.raises(protocols.ConfigError, match=r"config\.trainer\.platform: tpu is for launch/tpu\.py"):
-        make(parse(quickstart, trainer__platform="tpu"))
+        script(parse(quickstart, trainer__platform="tpu"))
 
 
 def test_partitions_are_read_with_the_gpus_of_their_nodes():
-    shown = "main*|3|(null)\nh100|4|gpu:h100:8(S:0-1)\nh100|2|gpu:h100:4,nvme:1\nmixed|1|gpu:a:2,gpu:b:6\n"
-    assert slurm_job.parse_partitions(shown) == (
-        slurm_job.Partition("main", ((3, 0),), is_default=True),
-        slurm_job.Partition("h100", ((4, 8), (2, 4))),
-        slurm_job.Partition("mixed", ((1, 8),)),
+    shown = (
+        "main*|3|(null)|4|1\nh100|4|gpu:h100:8(S:0-1)|64|9\nh100|2|gpu:h100:4,nvme:1|64|9\nmixed|1|gpu:a:2,gpu:b:6|8|9"
     )
+    nodes = {name: partition.nodes for name, partition in slurm_job.read_partitions(shown).items()}
+    assert nodes == {"": ((3, 0),), "main": ((3, 0),), "h100": ((4, 8), (2, 4)), "mixed": ((1, 8),)}

@@ -3,7 +3,6 @@
 Script, steps and signals are real; Ray's start and the driver are doubles, which take no time and save for two seconds.
 """
 
-import dataclasses
 import os
 import pathlib
 import sys
@@ -72,7 +71,8 @@ def submit(slurm: slurm_node.Slurm, folder: pathlib.Path, plan: str, **settings:
         (programs / name).chmod(0o755)
     config = quickstart.get_config()
     config.cluster.backend, config.cluster.address = "ray", "auto"
-    job = slurm_job.make(
+    script = folder / "job.sbatch"
+    text = slurm_job.script(
         config_lib.checked(config),
         slurm_job.Settings(
             time="10",
@@ -84,9 +84,9 @@ def submit(slurm: slurm_node.Slurm, folder: pathlib.Path, plan: str, **settings:
         folder=folder,
         workdir=workdir,
         known=os.environ,
+        launch=launch,
     )
-    script = folder / "job.sbatch"
-    script.write_text(slurm_job.render(dataclasses.replace(job, launch=str(launch))))
+    script.write_text(text)
     return slurm.run("sbatch", "--parsable", str(script)).strip(), workdir
 
 
