@@ -19,7 +19,7 @@ from libra_jax import protocols
 from libra_jax.chat import formats
 from libra_jax.environments import question
 from libra_jax.tools import toolbox, toolkit
-from libra_jax.utils import call_deadlines, user_values
+from libra_jax.utils import deadlines, user_values
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Dialogue:
         await self.close()
         self._task = task
         self._toolbox = await self._tools.toolbox(session=self._sandbox)
-        posed = await call_deadlines.call(self._pose, task, self._toolbox)
+        posed = await deadlines.call(self._pose, task, self._toolbox)
         if problem := user_values.messages_problem(posed):
             raise protocols.EnvironmentCrashed(f"{_name(self._pose)}, task {task.prompt_id}: returned {problem}")
         system = self._tools.system_message(self._system)
@@ -192,7 +192,7 @@ class Dialogue:
             if early is not None:
                 # Also after an error, or an early call that nobody took would run on into the next step.
                 await early.close()
-        verdict = await call_deadlines.call(self._score, self._task, output, self._toolbox)
+        verdict = await deadlines.call(self._score, self._task, output, self._toolbox)
         if user_values.is_finite(verdict):
             verdict = Verdict(float(verdict))
         if not isinstance(verdict, Verdict):
@@ -220,10 +220,10 @@ class Dialogue:
         start = loop.time()
         running = [loop.create_task(self._run(box, place, call, early)) for place, call in enumerate(calls)]
         try:
-            with contextlib.suppress(call_deadlines.Overdue):
+            with contextlib.suppress(deadlines.Overdue):
                 # Ends at the first error, so that a lost sandbox is not waited for until the deadline.
                 completion = asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
-                await call_deadlines.within(self._tools.call_seconds, completion)
+                await deadlines.cancel_after(self._tools.call_seconds, completion)
             # Re-raises an infrastructure failure of one call, which would otherwise hide in its task.
             if raised := [call for call in running if call.done() and call.exception() is not None]:
                 await raised[0]

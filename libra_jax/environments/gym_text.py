@@ -30,7 +30,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.environments import episodes, question
 from libra_jax.rollouts import splits
-from libra_jax.utils import call_deadlines, resolving
+from libra_jax.utils import deadlines, resolving
 
 _FIELD = "task.environment_arguments"
 _ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
@@ -179,13 +179,13 @@ class GymTextEnvironment:
         # A replay that differed resets the same environment again.
         await self.close()
         self._tally = episodes.Tally(self._settings.reward, self._settings.max_steps)
-        making = asyncio.ensure_future(call_deadlines.off_loop(Game, self._settings))
+        making = asyncio.ensure_future(deadlines.off_loop(Game, self._settings))
         try:
             self._game = await asyncio.shield(making)
         except asyncio.CancelledError:
             making.add_done_callback(_discard)  # the thread cannot be stopped, and will make the game all the same
             raise
-        return question.opening(await call_deadlines.off_loop(self._game.reset, task.payload["seed"]), self._system)
+        return question.opening(await deadlines.off_loop(self._game.reset, task.payload["seed"]), self._system)
 
     async def step(self, output: str) -> protocols.StepResult:
         """Makes the move in the output."""
@@ -196,7 +196,7 @@ class GymTextEnvironment:
         action, problem = self._game.move(output)
         if problem:
             return self._tally.result(protocols.ToolReturn(name, "failure", problem), None)
-        observation, reward, over, cut = await call_deadlines.off_loop(self._game.step, action)
+        observation, reward, over, cut = await deadlines.off_loop(self._game.step, action)
         answer = protocols.ToolReturn(name, "success", observation, loop.time() - start)
         return self._tally.result(answer, reward, over=over, cut=cut)
 
@@ -204,7 +204,7 @@ class GymTextEnvironment:
         """Closes the episode."""
         game, self._game = self._game, None
         if game is not None:
-            await call_deadlines.off_loop(game.close)
+            await deadlines.off_loop(game.close)
 
     def _random_episode(self, task: protocols.Task) -> list[protocols.Message]:
         game = Game(self._settings)

@@ -30,7 +30,7 @@ from typing import Any
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.environments import episodes, question
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 TOOL = "openenv"
 """Name of the tool in returns."""
@@ -86,7 +86,7 @@ class _Session:
 
         loop, settings = asyncio.get_running_loop(), self.settings
         # Counts the free sessions of the server.
-        await self.resources.enter_async_context(call_deadlines.semaphore(settings.address, settings.sessions))
+        await self.resources.enter_async_context(deadlines.semaphore(settings.address, settings.sessions))
         due = loop.time() + CAPACITY_SECONDS
         while True:
             try:

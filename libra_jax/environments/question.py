@@ -10,7 +10,7 @@ from libra_jax import protocols
 from libra_jax.chat import messages
 from libra_jax.rewards import answers
 from libra_jax.tools import arithmetic
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 MAX_CHARACTERS = 120
 """Longest expression in characters that the calculator accepts here."""
@@ -72,7 +72,7 @@ class QuestionEnvironment:
         tool_return = arithmetic.answer_call(output, MAX_CHARACTERS) if self._calculator else None
         if tool_return is not None:
             return protocols.StepResult(tool_returns=[tool_return])
-        right = await call_deadlines.off_loop(grade, self._match, output, self._task.payload)
+        right = await deadlines.off_loop(grade, self._match, output, self._task.payload)
         return protocols.StepResult(done=True, reward=float(right))
 
     async def close(self) -> None:

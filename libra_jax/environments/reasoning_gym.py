@@ -14,7 +14,7 @@ from libra_jax.environments import dialogue
 from libra_jax.rewards import answers
 from libra_jax.rollouts import splits
 from libra_jax.tools import toolbox, toolkit
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 _CHUNK = 10_000
 """Number of items in one generated dataset. Later items come from a dataset with another seed."""
@@ -98,7 +98,7 @@ async def _verdict(task: protocols.Task, output: str, box: toolbox.Toolbox) -> d
         return float(dataset.score_answer(answers.final(output), entry))
 
     # On a thread, because some scorers compute for a while.
-    return dialogue.Verdict(await call_deadlines.off_loop(score))
+    return dialogue.Verdict(await deadlines.off_loop(score))
 
 
 def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:

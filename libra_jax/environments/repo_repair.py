@@ -23,7 +23,7 @@ from libra_jax import protocols
 from libra_jax.environments import datasets, dialogue
 from libra_jax.rewards.repair import calls, grading, snapshots
 from libra_jax.tools import toolbox, toolkit
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 PROMPT = (
     "The folder /workspace holds a repository. Resolve this issue by changing its files:\n\n{issue}\n\nWork with your "
@@ -43,7 +43,7 @@ class _Repair:
 
     async def _snapshot(self, task: protocols.Task) -> snapshots.Snapshot:
         field = "files" if "files" in task.payload else "repository"
-        return await call_deadlines.off_loop(snapshots.of_task, task, field, self.most_bytes)
+        return await deadlines.off_loop(snapshots.of_task, task, field, self.most_bytes)
 
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
         """Puts the repository into the rollout's sandbox and returns the issue."""
@@ -59,7 +59,7 @@ class _Repair:
         snapshot = await self._snapshot(task)
         saved = await box.session.save(self.most_bytes)
         await box.session.close()  # frees its place, which may be the only one that the tests can get
-        files, refused = await call_deadlines.off_loop(snapshots.taken_over, saved, self.most_bytes)
+        files, refused = await deadlines.off_loop(snapshots.taken_over, saved, self.most_bytes)
         outcome = await self.grader.grade(task, snapshot, files, refused)
         return dialogue.Verdict(outcome.reward, outcome.metrics)
 

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from libra_jax import protocols
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 START_SECONDS = 60.0
 """Seconds that a process may take to import `math-verify`."""
@@ -144,7 +144,7 @@ class Verifier:
                     f"config.task.environment: math-verify cannot be used: {message['problem']}; install it with pip "
                     "install 'math-verify[antlr4_13_2]'"
                 )
-        except call_deadlines.Overdue:
+        except deadlines.Overdue:
             process.kill()
             raise protocols.EnvironmentCrashed(
                 f"the verifier of answers took more than {START_SECONDS:g} s to start"
@@ -175,7 +175,7 @@ class _Process:
                 self.process.stdin.write(request.encode() + b"\n")
                 await self.process.stdin.drain()
             message = await self.read_message(wall_seconds)
-        except call_deadlines.Overdue:
+        except deadlines.Overdue:
             answer_at_fault = self._spent() - spent >= _ENOUGH * min(seconds, wall_seconds)
             self.kill()
             if answer_at_fault:
@@ -201,7 +201,7 @@ class _Process:
     async def read_message(self, seconds: float) -> dict[str, Any] | None:
         """Returns the next line that the process writes. None if the process has ended."""
         assert self.process.stdout is not None
-        line = await call_deadlines.within(seconds, self.process.stdout.readline())
+        line = await deadlines.cancel_after(seconds, self.process.stdout.readline())
         # A line without a newline was cut off by the end of the process.
         return dict(json.loads(line)) if line.endswith(b"\n") else None
 
@@ -224,8 +224,8 @@ class _Process:
           DeadlineMissed: The process was killed and still runs.
         """
         try:
-            await call_deadlines.within(_REAP_SECONDS, self.process.wait())
-        except call_deadlines.Overdue:
+            await deadlines.cancel_after(_REAP_SECONDS, self.process.wait())
+        except deadlines.Overdue:
             raise protocols.DeadlineMissed(
                 f"the verifier process {self.process.pid} was killed and is not gone after {_REAP_SECONDS:g} s"
             ) from None

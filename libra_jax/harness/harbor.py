@@ -28,7 +28,7 @@ from libra_jax import protocols
 from libra_jax.harness import jobs
 from libra_jax.harness.processes import commands, processes, program, workspace
 from libra_jax.rollouts import tool_results
-from libra_jax.utils import call_deadlines, resolving
+from libra_jax.utils import deadlines, resolving
 
 _FIELD = "task.environment_arguments"
 _LOGS = ("agent", "verifier", "artifacts")
@@ -66,7 +66,7 @@ class InContainer:
         payload, root = job.task.payload, job.root
         for name in _LOGS:
             (root / "logs" / name).mkdir(parents=True)
-        await call_deadlines.off_loop(_tell, root / "told", job.public)
+        await deadlines.off_loop(_tell, root / "told", job.public)
         image = payload["image"] or await self._build(job)
         name = f"libra-{uuid.uuid4().hex}"
         start = [self.runtime, "run", "--rm", "--detach", "--network=host", f"--name={name}"]
@@ -83,7 +83,7 @@ class InContainer:
             agent_result = await self._inside(job, name, job.filled(self.command), variables, seconds)
             # The tests come in once the agent and all its processes are gone.
             await self._call(job, [self.runtime, "exec", name, "sh", "-c", _END_ALL], self.build_seconds, name)
-            await call_deadlines.off_loop(_set_aside, root / "logs")
+            await deadlines.off_loop(_set_aside, root / "logs")
             copied = [self.runtime, "cp", f"{payload['folder']}/tests", f"{name}:/tests"]
             await self._must(job, copied, self.build_seconds, name)
             variables = {**payload["variables"], **payload["tests_variables"]}
@@ -91,8 +91,8 @@ class InContainer:
                 job, name, ["bash", "/tests/test.sh"], variables, payload["tests_seconds"]
             )
         finally:
-            await processes.uncancelled(self._remove(job, name))
-        verdict = await call_deadlines.off_loop(_verdict, root / "logs" / "verifier", tests_result)
+            await deadlines.finish(self._remove(job, name))
+        verdict = await deadlines.off_loop(_verdict, root / "logs" / "verifier", tests_result)
         return jobs.Finished(
             job.task, agent_result.status, agent_result.output, agent_result.errors, agent_result.seconds, verdict
         )

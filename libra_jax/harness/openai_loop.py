@@ -23,7 +23,7 @@ from libra_jax import protocols
 from libra_jax.examples import calculator
 from libra_jax.rollouts import tool_results
 from libra_jax.tools import arithmetic
-from libra_jax.utils import call_deadlines, resolving
+from libra_jax.utils import deadlines, resolving
 
 if TYPE_CHECKING:
     import openai
@@ -51,14 +51,14 @@ async def agent(
     metrics: dict[str, float] = {}
     async with client(endpoint) as model:
         try:
-            messages = [_written(message) for message in await call_deadlines.call(world.reset, task)]
+            messages = [_written(message) for message in await deadlines.call(world.reset, task)]
             while True:
                 answer = await model.chat.completions.create(model=endpoint.model, messages=messages)
                 output = answer.choices[0].message.content or ""
                 if answer.choices[0].finish_reason == "length":
                     # No environment reads an output that was cut off: the native loop ends here, too.
                     return protocols.Outcome(0.0, metrics)
-                result: protocols.StepResult = await call_deadlines.call(world.step, output)
+                result: protocols.StepResult = await deadlines.call(world.step, output)
                 metrics.update(result.metrics)
                 if result.done:
                     # None is no reward, and `jobs.outcome` refuses it.
@@ -67,7 +67,7 @@ async def agent(
                 messages += [_returned(answered) for answered in result.tool_returns]
                 messages += [_written(message) for message in result.messages]
         finally:
-            await call_deadlines.call(world.close)
+            await deadlines.call(world.close)
 
 
 def client(endpoint: protocols.Endpoint) -> openai.AsyncOpenAI:

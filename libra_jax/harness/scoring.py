@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from libra_jax import protocols
 from libra_jax.harness import jobs
 from libra_jax.rewards.repair import grading, snapshots
-from libra_jax.utils import call_deadlines, resolving, user_values
+from libra_jax.utils import deadlines, resolving, user_values
 
 VERDICT, TESTS = "verdict", "tests"
 _SERVICES = re.compile(r"Connect|gaierror|InternalServer|RateLimit|Overloaded|Network")
@@ -54,8 +54,8 @@ class ByFunction:
         subject = f"the scorer {resolving.shown(self._name)}, task {finished.task.prompt_id}:"
         finished = dataclasses.replace(finished, task=finished.task.copy())  # the function may change it
         try:
-            verdict = await call_deadlines.within(self._seconds, call_deadlines.call(self._function, finished))
-        except call_deadlines.Overdue:
+            verdict = await deadlines.cancel_after(self._seconds, deadlines.call(self._function, finished))
+        except deadlines.Overdue:
             raise protocols.AttemptVoided(
                 f"{subject} took more than {self._seconds:g} s (environment_arguments.score_seconds)"
             ) from None
@@ -83,7 +83,7 @@ class HiddenTests:
     most_bytes: int
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
-        before = await call_deadlines.off_loop(snapshots.of_task, finished.task, self.files, self.most_bytes)
+        before = await deadlines.off_loop(snapshots.of_task, finished.task, self.files, self.most_bytes)
         return await self.grader.grade(finished.task, before, finished.files, finished.refused)
 
 

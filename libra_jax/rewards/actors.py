@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.rewards import scoring
-from libra_jax.utils import call_deadlines, resolving, user_code, user_values
+from libra_jax.utils import deadlines, resolving, user_code, user_values
 
 MOST_HUNG = 32
 """Number of abandoned calls of plain functions that still run. From this number on, the actor asks to be replaced."""
@@ -126,7 +126,7 @@ class RewardWorker:
 
     async def start(self) -> dict[str, bool]:
         """Makes the functions. Returns for each whether it takes a transcript."""
-        pairs = {name: await call_deadlines.off_loop(make, name, function) for name, function in self._config.items()}
+        pairs = {name: await deadlines.off_loop(make, name, function) for name, function in self._config.items()}
         self._functions = {name: function for name, (function, _) in pairs.items()}
         return {name: takes_transcript for name, (_, takes_transcript) in pairs.items()}
 
@@ -165,8 +165,8 @@ class RewardWorker:
         if hung >= MOST_HUNG:
             return f"has {hung} calls that hang"
         try:
-            await call_deadlines.within(PING_SECONDS, self._loop.run(asyncio.sleep, 0))
-        except call_deadlines.Overdue:
+            await deadlines.cancel_after(PING_SECONDS, self._loop.run(asyncio.sleep, 0))
+        except deadlines.Overdue:
             return "has an async function that blocks its event loop"
         except RuntimeError:
             return "has lost its event loop"
@@ -178,7 +178,7 @@ class RewardWorker:
             if callable(close := getattr(function, "close", None)):
                 # The run is over, or the actor is broken: nothing can be done about an error.
                 with contextlib.suppress(Exception):
-                    await call_deadlines.within(CLOSE_SECONDS, self._call(close))
+                    await deadlines.cancel_after(CLOSE_SECONDS, self._call(close))
         await self._loop.close(CLOSE_SECONDS)
 
     async def _call(self, function: Function, *arguments: Any) -> Any:
@@ -196,7 +196,7 @@ class RewardWorker:
 
         self._running.add(call)
         try:
-            value = await call_deadlines.off_loop(body)
+            value = await deadlines.off_loop(body)
         except asyncio.CancelledError:
             self._given_up.add(call)
             raise
@@ -320,8 +320,8 @@ class Pool:
                 assert actor is not None
                 try:
                     work = actor.call(RewardWorker.score, name, task, rollout)
-                    return await call_deadlines.within(self._config.seconds, work)
-                except call_deadlines.Overdue:
+                    return await deadlines.cancel_after(self._config.seconds, work)
+                except deadlines.Overdue:
                     problem = f"took more than {self._config.seconds:g} s (config.reward.seconds)"
                     # An overdue call alone does not condemn its actor: other calls may be running well in it.
                     if trouble := await _trouble(actor):
@@ -378,8 +378,8 @@ class Pool:
             protocols.ActorSpec(name, factory, {"functions": dict(self._config.functions)})
         )
         try:
-            takes_transcript = await call_deadlines.within(self._start_seconds, actor.call(RewardWorker.start))
-        except call_deadlines.Overdue:
+            takes_transcript = await deadlines.cancel_after(self._start_seconds, actor.call(RewardWorker.start))
+        except deadlines.Overdue:
             self._end(name)
             raise protocols.DeadlineMissed(
                 f"the reward actor {name} did not start within {self._start_seconds:g} s: see what its factories do, "
@@ -406,8 +406,8 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 async def _trouble(actor: protocols.ActorHandle) -> str:
     """Returns what is wrong with an actor after a call was overdue. Empty if the actor works."""
     try:
-        return await call_deadlines.within(LOOK_SECONDS, actor.call(RewardWorker.trouble))
-    except call_deadlines.Overdue:
+        return await deadlines.cancel_after(LOOK_SECONDS, actor.call(RewardWorker.trouble))
+    except deadlines.Overdue:
         return "answers nobody"
     except protocols.WorkerLost as error:
         return f"is gone ({error})"

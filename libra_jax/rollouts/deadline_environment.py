@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from libra_jax import protocols
-from libra_jax.utils import call_deadlines, resolving, user_values
+from libra_jax.utils import deadlines, resolving, user_values
 
 if TYPE_CHECKING:
     from libra_jax.rollouts import loop
@@ -75,7 +75,7 @@ class Environment:
         """Waits for what the step needs. This wait is not part of the tool's time."""
         try:
             await self._call("ready", self._wait_seconds, output)
-        except call_deadlines.Overdue:
+        except deadlines.Overdue:
             raise self.crash(
                 "ready",
                 f"waited more than {self._wait_seconds:g} s (config.task.wait_seconds) for what other rollouts "
@@ -86,7 +86,7 @@ class Environment:
         """Returns the answer to an output. After the deadline, it is a "timeout" of the tool in `running_tool`."""
         try:
             result = await self._call("step", self._step_seconds, output)
-        except call_deadlines.Overdue:
+        except deadlines.Overdue:
             tool = str(getattr(self._environment, "running_tool", "") or "")
             if not tool:  # it may have been scoring, and what failed is never scored as zero
                 raise self.crash(
@@ -129,10 +129,8 @@ class Environment:
         """Awaits a method. Raises `Overdue` for a step or a wait that is too slow, and a crash for everything else."""
         user_values.counts.set(self._counts)  # of this rollout's task and of those that it starts
         try:
-            return await call_deadlines.within(
-                seconds, call_deadlines.call(getattr(self._environment, verb), *arguments)
-            )
-        except call_deadlines.Overdue as overdue:
+            return await deadlines.cancel_after(seconds, deadlines.call(getattr(self._environment, verb), *arguments))
+        except deadlines.Overdue as overdue:
             # A late step or wait has a meaning to the caller if it ended. One that goes on could still touch the
             # environment.
             if verb in _FIELDS and overdue.reaped:
@@ -154,13 +152,15 @@ async def close(method: Callable[..., Any], seconds: float, metrics: dict[str, f
     A failed close cannot undo the rollout: the metric `close_failures` counts it. If the caller is cancelled
     meanwhile, the close still finishes.
     """
-    closing = asyncio.ensure_future(call_deadlines.within(seconds, call_deadlines.call(method)))
+
+    async def body() -> None:
+        try:
+            await deadlines.cancel_after(seconds, deadlines.call(method))
+        except Exception:
+            metrics["close_failures"] = 1.0
+
+    closing = asyncio.ensure_future(body())
     try:
-        await asyncio.wait({closing})  # cancelling this wait does not cancel the close
-    except asyncio.CancelledError:
-        await asyncio.wait({closing})
-        raise
+        await deadlines.finish(closing)
     finally:
         closing.cancel()  # only a second cancellation gets here before the close has ended
-        if closing.done() and (closing.cancelled() or closing.exception() is not None):
-            metrics["close_failures"] = 1.0

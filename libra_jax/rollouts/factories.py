@@ -12,7 +12,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.rollouts import loop
 from libra_jax.tools import toolkit
-from libra_jax.utils import call_deadlines, resolving
+from libra_jax.utils import deadlines, resolving
 
 TRIAL_CLOSE_SECONDS = 30.0
 """Seconds that an environment made on trial may take to close."""
@@ -137,7 +137,7 @@ async def demonstrator(
     async def close() -> None:
         # Nothing depends on this close, and some environments cannot close before their first `reset`.
         with contextlib.suppress(Exception):
-            await call_deadlines.within(TRIAL_CLOSE_SECONDS, call_deadlines.call(trial.close))
+            await deadlines.cancel_after(TRIAL_CLOSE_SECONDS, deadlines.call(trial.close))
 
     if not lent:
         await close()

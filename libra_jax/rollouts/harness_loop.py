@@ -13,7 +13,7 @@ from libra_jax import protocols
 from libra_jax.chat import thoughts
 from libra_jax.rewards import scoring
 from libra_jax.rollouts import deadline_environment, loop, progress, session, tool_results
-from libra_jax.utils import call_deadlines, resolving, turns, user_code, user_values
+from libra_jax.utils import deadlines, resolving, turns, user_code, user_values
 
 
 class Host:
@@ -118,7 +118,7 @@ class _HarnessRollout(loop.RolloutSetup):
         )
         endpoint = await self.host.gateway.open(conversation, reachable=conversation.set_reachable)
         with turns.watched() as turn:
-            work = asyncio.ensure_future(call_deadlines.call(self.harness.run, self.task.copy(), endpoint))
+            work = asyncio.ensure_future(deadlines.call(self.harness.run, self.task.copy(), endpoint))
         void: protocols.AttemptVoided | None = None
         try:
             await self._wait(work, conversation, watch, turn)

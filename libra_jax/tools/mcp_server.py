@@ -26,7 +26,7 @@ from typing import Any
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.tools import mcp_connection, toolbox
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 RESTARTS = 8
 """Number of starts in a row without an answered call, after which a server is abandoned."""
@@ -193,15 +193,15 @@ class Server:
         due = loop.time() + self._spec.seconds
         if self._client is None and not self._end_reason:
             # A call waits for a server that is being restarted, but half of its time is for the answer.
-            with contextlib.suppress(call_deadlines.Overdue):
-                await call_deadlines.within(min(PATIENCE_SECONDS, self._spec.seconds / 2), self._changed.wait())
+            with contextlib.suppress(deadlines.Overdue):
+                await deadlines.cancel_after(min(PATIENCE_SECONDS, self._spec.seconds / 2), self._changed.wait())
         if self._client is None:
             raise protocols.WorkerLost(self._end_reason or f"MCP server {self.name} is being started again")
         client = self._client
         call = self._start(client.call_tool(tool, dict(arguments)))
         try:
-            await call_deadlines.within(max(0.0, due - loop.time()), asyncio.wait({call}))
-        except call_deadlines.Overdue:
+            await deadlines.cancel_after(max(0.0, due - loop.time()), asyncio.wait({call}))
+        except deadlines.Overdue:
             return "timeout", f"error: no answer within {self._spec.seconds:g} s"
         finally:
             # Also if the caller was cancelled first, by the step's own deadline.
@@ -240,7 +240,7 @@ class Server:
     async def _probe(self, client: Any, seconds: float) -> None:
         """Restarts the server if it cannot even list its tools. If it can, only the tool was slow."""
         with contextlib.suppress(Exception):
-            await call_deadlines.within(seconds, client.list_tools())
+            await deadlines.cancel_after(seconds, client.list_tools())
             return
         if client is self._client:
             self._broken.set()

@@ -28,7 +28,7 @@ import numpy
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.tools import bm25, toolbox
-from libra_jax.utils import call_deadlines, resolving, scratch, tables
+from libra_jax.utils import deadlines, resolving, scratch, tables
 
 FIELD = "tools.arguments.search"
 
@@ -173,7 +173,7 @@ class Search:
         """
         self._stopped.clear()
         self._turns = asyncio.Semaphore(self._at_once)  # a semaphore belongs to the event loop that first uses it
-        await call_deadlines.off_loop(self._open)
+        await deadlines.off_loop(self._open)
 
     def missing(self) -> list[str]:
         """See `toolkit.ReadsFiles`."""
@@ -201,7 +201,7 @@ class Search:
                 if index is not None:
                     index.close()
 
-        await call_deadlines.off_loop(end)
+        await deadlines.off_loop(end)
 
     def _open(self) -> None:
         with self._opening:
@@ -333,11 +333,11 @@ class Search:
         async def in_turn() -> str:
             # No waiting search holds a thread. The search keeps its own deadline.
             async with self._turns:
-                return await call_deadlines.off_loop(self._answer, index, query, page)
+                return await deadlines.off_loop(self._answer, index, query, page)
 
         try:
-            content = await call_deadlines.within(TURN_SECONDS + self._seconds, in_turn())
-        except (bm25.Overdue, call_deadlines.Overdue):
+            content = await deadlines.cancel_after(TURN_SECONDS + self._seconds, in_turn())
+        except (bm25.Overdue, deadlines.Overdue):
             text = f"error: the search took more than {self._seconds:g} s; ask for rarer words"
             return protocols.ToolReturn(self.name, "timeout", text)
         except sqlite3.Error as error:

@@ -21,7 +21,7 @@ from libra_jax import protocols
 from libra_jax.chat import formats
 from libra_jax.tools import mcp_connection, mcp_server, toolbox
 from libra_jax.tools.sandbox import pool
-from libra_jax.utils import call_deadlines, resolving, user_code
+from libra_jax.utils import deadlines, resolving, user_code
 
 SHORT_NAMES = {
     "python": "libra_jax.tools.workspace:Python",
@@ -151,8 +151,8 @@ class Toolkit:
                     seconds = getattr(shared, "open_seconds", OPEN_SECONDS)
                     with resolving.named(name, "tools.use", "open"):
                         try:
-                            await call_deadlines.within(seconds, call_deadlines.call(shared.open))
-                        except call_deadlines.Overdue:
+                            await deadlines.cancel_after(seconds, deadlines.call(shared.open))
+                        except deadlines.Overdue:
                             raise protocols.ConfigError(
                                 f"config.tools.use: {name} did not open within {seconds:g} s; see that it can start on "
                                 "this machine"
@@ -206,7 +206,7 @@ class Toolkit:
                 resource = make()
                 # Registered before opening, so that a half-opened resource is closed too.
                 self._stack.push_async_callback(_close, resource)
-                await call_deadlines.within(OPEN_SECONDS, call_deadlines.call(resource.open))
+                await deadlines.cancel_after(OPEN_SECONDS, deadlines.call(resource.open))
                 self._resources[key] = resource
         return cast(R, self._resources[key])
 
@@ -239,4 +239,4 @@ async def _close(shared: Resource) -> None:
     The run is over, so a resource that does not close ends with the process.
     """
     with contextlib.suppress(Exception):
-        await call_deadlines.within(CLOSE_SECONDS, call_deadlines.call(shared.close))
+        await deadlines.cancel_after(CLOSE_SECONDS, deadlines.call(shared.close))

@@ -1,18 +1,25 @@
-"""Waits that always end: every wait on a worker has a deadline, and missing it names the worker."""
+"""Waits that always end.
+
+A wait on a worker names the worker if its deadline passes (`within`). A wait on a user's code ends the code
+(`cancel_after`). Plain functions run on threads of their own, so that they cannot block the event loop (`off_loop`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
+import inspect
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.utils import turns
+from libra_jax.utils import turns, user_code
 
 T = TypeVar("T")
 
@@ -134,6 +141,83 @@ async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
             abandon(task)
 
 
+STALL_SECONDS = 0.1
+"""Seconds of lateness from which `cancel_after` takes its event loop for stalled."""
+
+REAP_SECONDS = 5.0
+"""Seconds that cancelled work may take to end."""
+
+
+class Overdue(Exception):
+    """The work missed its deadline. `reaped` tells whether the work ended when it was cancelled."""
+
+    def __init__(self, reaped: bool) -> None:
+        super().__init__(f"overdue, {'cancelled' if reaped else 'and deaf to cancellation'}")
+        self.reaped = reaped
+
+
+async def cancel_after(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`. After `seconds` of the event loop's clock, cancels the work and raises `Overdue`.
+
+    If the event loop stalled and noticed the deadline late, the work first gets the lost time again, up to `seconds`.
+    """
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+    due = loop.time() + seconds
+    try:
+        await _settled(task, seconds)
+        late = loop.time() - due
+        if not task.done() and late > STALL_SECONDS:
+            # Once and no more, or on a loop that always stalls no deadline would ever pass.
+            await asyncio.wait({task}, timeout=min(late, seconds))
+        if task.done():
+            with user_code.contain_exits():  # the work may have cancelled its own task
+                return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=REAP_SECONDS)
+        if task.done():
+            _forget(task)
+    raise Overdue(task.done())
+
+
+async def _settled(task: asyncio.Task[Any], seconds: float) -> None:
+    """Waits for one task until it is done or `seconds` have passed.
+
+    Same as `asyncio.wait`, with half of its overhead.
+    """
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def release(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = loop.call_later(seconds, release)
+    task.add_done_callback(release)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        task.remove_done_callback(release)
+
+
+async def finish(work: Awaitable[T]) -> T:
+    """Awaits `work` to its end, even if the caller is cancelled in the meantime. `work` must bound its own time.
+
+    A second cancellation ends the wait, and the work goes on.
+    """
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(_forget)
+    try:
+        await asyncio.wait({task})  # cancelling this wait does not cancel the work
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+    return task.result()
+
+
 class _OwnThread(concurrent.futures.Executor):
     """Runs each function on its own thread, which never keeps the process alive."""
 
@@ -146,21 +230,54 @@ class _OwnThread(concurrent.futures.Executor):
             try:
                 result = function(*arguments, **keywords)
             except BaseException as error:
-                future.set_exception(error)
+                future.set_exception(user_code.for_future(error))
             else:
                 future.set_result(result)
 
         # Not a thread pool, whose threads are joined at exit: a blocked one would keep the process alive.
-        threading.Thread(target=body, name="libra-beside-the-run", daemon=True).start()
+        threading.Thread(target=body, name="libra-off-loop", daemon=True).start()
         return future
 
 
 async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
-    """Returns the result of a function that reads the disk. If cancelled, nobody waits for the function's thread.
+    """Returns the result of a plain function. If cancelled, nobody waits for the function's thread.
 
-    A loop on a virtual clock runs the function in place.
+    The function sees the caller's context variables. A loop on a virtual clock runs the function in place.
+
+    Raises:
+      UserExit: The function raised what is no `Exception`.
     """
-    return await asyncio.get_running_loop().run_in_executor(_OwnThread(), function, *arguments)
+    context = contextvars.copy_context()
+
+    def body() -> T:
+        with user_code.contain_exits():
+            return context.run(function, *arguments)
+
+    return await asyncio.get_running_loop().run_in_executor(_OwnThread(), body)
+
+
+async def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the result of a user's function. Awaits an async function; runs a plain function on its own thread.
+
+    Raises:
+      UserExit: The function raised what is no `Exception`, or a cancellation that nobody else asked for.
+    """
+    with user_code.contain_exits():
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        result = await off_loop(function, *arguments)
+        # A plain function may return a coroutine, as a lambda around an async function does.
+        return await result if inspect.isawaitable(result) else result
+
+
+_semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
+    weakref.WeakKeyDictionary()  # lets ended event loops go
+)
+
+
+def semaphore(name: str, count: int) -> asyncio.Semaphore:
+    """Returns the semaphore of this name on this event loop. `count` is for the first caller."""
+    return _semaphores.setdefault(asyncio.get_running_loop(), {}).setdefault(name, asyncio.Semaphore(count))
 
 
 def abandon(task: asyncio.Future[T]) -> None:

@@ -50,7 +50,7 @@ _REMOVED = {
 """Modules that configs may still name, and why they are gone."""
 
 _RENAMED = {
-    "agents.deadlines": "utils.call_deadlines",
+    "agents.deadlines": "utils.deadlines",
     "agents.guarded": "rollouts.deadline_environment",
     "agents.wire": "rollouts.tool_results",
     "clients": "utils.typed_clients",

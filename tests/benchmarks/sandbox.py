@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import workload
 from libra_jax import protocols
 from libra_jax.tools.sandbox import backends, limits, pool
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 CODE = "print(sum(range(100)))"
 CALLS = {"stateless": 40, "session": 400, "subprocess": 20}
@@ -65,7 +65,7 @@ def _check(text: str) -> None:
 
 async def _plain() -> None:
     """The same code in plain subprocesses, one after the other."""
-    await call_deadlines.within(DEADLINE_SECONDS, call_deadlines.off_loop(_subprocesses))
+    await deadlines.cancel_after(DEADLINE_SECONDS, deadlines.off_loop(_subprocesses))
 
 
 def _subprocesses() -> None:

@@ -137,7 +137,7 @@ MOVES = {
 }
 RENAMED = {
     "agents": "rollouts",
-    "agents.deadlines": "utils.call_deadlines",
+    "agents.deadlines": "utils.deadlines",
     "agents.environments": "environments",
     "agents.environments.harness": "harness",
     "agents.guarded": "rollouts.deadline_environment",

@@ -17,7 +17,7 @@ from libra_jax import protocols
 from libra_jax.environments import math, question, repo_repair, search_qa
 from libra_jax.examples import acquaintances, calculator, integers, planted, time_zones
 from libra_jax.harness import jobs, private_view
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 HERE = str(Path(__file__).parents[1] / "common")
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing")
@@ -155,10 +155,10 @@ def test_no_private_field_is_in_the_messages_or_the_sandbox_of_an_environment(ma
 
     async def work(tools):
         environment = make(tools)
-        said = [message.content for message in await call_deadlines.call(environment.reset, given)]
-        result = await call_deadlines.call(environment.step, tools.format.write("python", {"code": SEARCH}))
+        said = [message.content for message in await deadlines.call(environment.reset, given)]
+        result = await deadlines.call(environment.step, tools.format.write("python", {"code": SEARCH}))
         said += [answer.content for answer in result.tool_returns]
-        await call_deadlines.call(environment.close)
+        await deadlines.call(environment.close)
         return said
 
     said = repairs.with_tools(work, use=("python",))

@@ -84,7 +84,7 @@ def test_a_hung_calculator_names_itself_in_the_causal_state():
 
 
 def test_a_step_deaf_to_cancellation_is_a_crash(monkeypatch):
-    monkeypatch.setattr("libra_jax.utils.call_deadlines.REAP_SECONDS", 0.02)
+    monkeypatch.setattr("libra_jax.utils.deadlines.REAP_SECONDS", 0.02)
 
     async def step(output):
         with contextlib.suppress(asyncio.CancelledError):

@@ -11,7 +11,7 @@ from libra_jax import protocols
 from libra_jax.rewards import actors
 from libra_jax.rollouts import tool_results
 from libra_jax.tools import toolbox, toolkit
-from libra_jax.utils import call_deadlines, resolving, user_code
+from libra_jax.utils import deadlines, resolving, user_code
 
 
 class Own(BaseException):
@@ -190,7 +190,7 @@ def test_a_module_that_exits_at_its_import_names_its_field(tmp_path, monkeypatch
 
 def test_a_cancellation_by_the_run_and_the_ends_that_signals_ask_for_pass():
     async def cancelled():
-        task = asyncio.ensure_future(call_deadlines.call(doubles.forever))
+        task = asyncio.ensure_future(deadlines.call(doubles.forever))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -200,7 +200,7 @@ def test_a_cancellation_by_the_run_and_the_ends_that_signals_ask_for_pass():
     for error in (KeyboardInterrupt(), user_code.SignalExit(75)):
         with pytest.raises(type(error)):
             resolving.call(raises(error), "mine:make", {}, "task.x")
-    waiting = call_deadlines.call(paused)
+    waiting = deadlines.call(paused)
     waiting.send(None)
     waiting.close()
 

@@ -22,7 +22,7 @@ import pytest
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.tools import mcp_connection, mcp_server, toolbox, toolkit
-from libra_jax.utils import call_deadlines, parent_death
+from libra_jax.utils import deadlines, parent_death
 
 pytest.importorskip("mcp")
 
@@ -180,8 +180,8 @@ def test_a_server_whose_hung_call_the_step_itself_cut_off_is_started_again(monke
     async def body():
         async with opened(seconds=2) as (server, box):
             first = await identity(box)
-            with pytest.raises(call_deadlines.Overdue):
-                await call_deadlines.within(0.2, box.call("block", {"seconds": 60}))
+            with pytest.raises(deadlines.Overdue):
+                await deadlines.cancel_after(0.2, box.call("block", {"seconds": 60}))
             await restarted(server)
             server._spec = mcp_connection.Spec(FAULTY[0], tuple(FAULTY[1:]), seconds=30)
             return first, await identity(box)

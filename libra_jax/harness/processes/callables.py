@@ -17,7 +17,7 @@ from typing import Any
 from libra_jax import protocols
 from libra_jax.harness import jobs, private_view
 from libra_jax.harness.processes import child, commands, processes, workspace
-from libra_jax.utils import call_deadlines, resolving, user_code
+from libra_jax.utils import deadlines, resolving, user_code
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CALL, _VERDICT, _VERDICT_BYTES = "call.json", "verdict", 2**22
@@ -48,9 +48,9 @@ class InProcess:
         verdict: object = None
         try:
             # A partial of an async function counts as async, so `call` takes both kinds.
-            call = call_deadlines.call(functools.partial(self.function, **arguments), job.public.copy(), job.endpoint)
-            verdict = await call_deadlines.within(settings.seconds, call)
-        except call_deadlines.Overdue:
+            call = deadlines.call(functools.partial(self.function, **arguments), job.public.copy(), job.endpoint)
+            verdict = await deadlines.cancel_after(settings.seconds, call)
+        except deadlines.Overdue:
             status = None
         except (protocols.LibraError, asyncio.CancelledError):
             raise
@@ -63,7 +63,7 @@ class InProcess:
                 f"{subject} it {resolving.raised(error)}", _names(error), type(error).__name__
             ) from error
         result = processes.ProgramResult(status, seconds=loop.time() - start)
-        return await call_deadlines.off_loop(commands.finished, job, settings, result, verdict)
+        return await deadlines.off_loop(commands.finished, job, settings, result, verdict)
 
 
 def _names(error: BaseException | None) -> str:
@@ -101,10 +101,10 @@ class InChild:
             "verdict": str(sealed),
             "key": key,
         }
-        request_file = await call_deadlines.off_loop(workspace.tell, job.root, _CALL, json.dumps(request))
+        request_file = await deadlines.off_loop(workspace.tell, job.root, _CALL, json.dumps(request))
         result = await processes.run(
             [
-                *await call_deadlines.off_loop(private_view.own_processes, job.root),
+                *await deadlines.off_loop(private_view.own_processes, job.root),
                 self.python,
                 _CHILD,
                 str(request_file),
@@ -115,10 +115,10 @@ class InChild:
             seconds=self.settings.seconds,
             most_bytes=self.settings.output_bytes,
         )
-        verdict, hidden = await call_deadlines.off_loop(_read_verdict, sealed, key)
+        verdict, hidden = await deadlines.off_loop(_read_verdict, sealed, key)
         if hidden:
             raise protocols.EnvironmentCrashed(f"agent {self.function}, task {job.task.prompt_id}: {hidden}")
-        return await call_deadlines.off_loop(commands.finished, job, self.settings, result, verdict)
+        return await deadlines.off_loop(commands.finished, job, self.settings, result, verdict)
 
 
 def _read_verdict(path: Path, key: str) -> tuple[object, str]:

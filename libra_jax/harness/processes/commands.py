@@ -13,7 +13,7 @@ from pathlib import Path
 from libra_jax import protocols
 from libra_jax.harness import jobs, private_view
 from libra_jax.harness.processes import processes, workspace
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
 """Variables of this process that an agent gets. Others may hold keys of the run's user."""
@@ -87,7 +87,7 @@ class Command:
     async def run(self, job: jobs.Job) -> jobs.Finished:
         settings, root = self.settings, job.root
         after: list[str] = []
-        task_file = await call_deadlines.off_loop(workspace.tell, root, TASK_NAME, task_text(job.public))
+        task_file = await deadlines.off_loop(workspace.tell, root, TASK_NAME, task_text(job.public))
         command = job.filled(self.command)
         places = {"LIBRA_TASK_FILE": f"/libra/{TASK_NAME}" if self.container else str(task_file)}
         if self.container is not None:
@@ -97,7 +97,7 @@ class Command:
             environment = {**os.environ, **inside}
         else:
             environment = variables(settings, job.endpoint, {**workspace.folder_variables(root), **places})
-            command = [*await call_deadlines.off_loop(private_view.own_processes, root), *command]
+            command = [*await deadlines.off_loop(private_view.own_processes, root), *command]
         result = await processes.run(
             command,
             environment=environment,
@@ -107,7 +107,7 @@ class Command:
             most_bytes=settings.output_bytes,
             after=after,
         )
-        return await call_deadlines.off_loop(finished, job, settings, result)
+        return await deadlines.off_loop(finished, job, settings, result)
 
 
 def finished(

@@ -24,7 +24,7 @@ from libra_jax.rewards.repair import snapshots
 from libra_jax.tools import toolkit
 from libra_jax.tools.sandbox import limits as limits_module
 from libra_jax.tools.sandbox import pool
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 _INSIDE = Path(__file__).with_name("inside.py").read_text()
 _TASK_PLACE = f"/tmp/libra/{commands.TASK_NAME}"
@@ -107,7 +107,7 @@ class Confined:
         settings, sandbox = self.settings, await self.tools.sandbox()
         door = await self._door(sandbox, job.endpoint)
         loop = asyncio.get_running_loop()
-        packed = await call_deadlines.off_loop(_pack, job.work, settings.most_bytes)
+        packed = await deadlines.off_loop(_pack, job.work, settings.most_bytes)
         async with sandbox.session() as session:
             await session.begin(packed)
             await session.ready()
@@ -120,7 +120,7 @@ class Confined:
             refused = ""
             if settings.collect:
                 saved = await session.save(settings.most_bytes)
-                files, refused = await call_deadlines.off_loop(snapshots.taken_over, saved, settings.most_bytes)
+                files, refused = await deadlines.off_loop(snapshots.taken_over, saved, settings.most_bytes)
         files = workspace.select(files, settings.collect)
         status, output = _status(outcome)
         output = output.encode(errors="replace")[-settings.output_bytes :].decode(errors="replace")

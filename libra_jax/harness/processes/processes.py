@@ -8,13 +8,12 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from libra_jax import protocols
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 REAP_SECONDS = 15.0
 """Seconds that the processes of an agent may take to end after they are killed."""
@@ -112,22 +111,11 @@ async def run(
 
     status: int | None = None
     try:
-        with contextlib.suppress(call_deadlines.Overdue):
-            status = await call_deadlines.within(seconds, wait_for_end())
+        with contextlib.suppress(deadlines.Overdue):
+            status = await deadlines.cancel_after(seconds, wait_for_end())
     finally:
-        await uncancelled(_end(process))
+        await deadlines.finish(_end(process))
     return ProgramResult(status, output.text(), errors.text(), loop.time() - start)
-
-
-async def uncancelled(work: Coroutine[Any, Any, None]) -> None:
-    """Awaits `work` to its end, even if the caller is cancelled meanwhile. `work` must bound its own time."""
-    running = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({running})  # cancelling this wait does not cancel the work
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise
-    running.result()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

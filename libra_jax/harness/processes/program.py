@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from libra_jax import protocols
 from libra_jax.harness import jobs, scoring
-from libra_jax.harness.processes import commands, processes, workspace
+from libra_jax.harness.processes import commands, workspace
 from libra_jax.rewards.repair import snapshots
 from libra_jax.rollouts import tool_results
-from libra_jax.utils import call_deadlines, scratch, turns
+from libra_jax.utils import deadlines, scratch, turns
 
 _SHOWN = 400
 
@@ -46,7 +46,7 @@ class AgentHarness:
 
     async def run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
         """Runs the agent to its end and returns its outcome. See `protocols.Harness`."""
-        place = call_deadlines.semaphore(f"harness {self.name} {self.most}", self.most)
+        place = deadlines.semaphore(f"harness {self.name} {self.most}", self.most)
         with turns.queued():
             await place.acquire()
         try:
@@ -69,15 +69,15 @@ class AgentHarness:
         """Ends the agent, if it still runs, with all its processes, and removes its folder. See `protocols.Harness`."""
         running, self._task = self._task, None
         if running is not None and not running.done():
-            running.cancel()
-            await processes.uncancelled(_settled(running))
+            deadlines.abandon(running)
+            await deadlines.finish(asyncio.wait({running}))
 
     async def _run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
         settings, subject = self.settings, f"agent {self.name}, task {task.prompt_id}:"
-        files = await call_deadlines.off_loop(snapshots.of_task, task, settings.files, settings.most_bytes)
+        files = await deadlines.off_loop(snapshots.of_task, task, settings.files, settings.most_bytes)
         root = workspace.fresh()
         try:
-            await processes.uncancelled(call_deadlines.off_loop(workspace.fill, root, settings.template, files))
+            await deadlines.finish(deadlines.off_loop(workspace.fill, root, settings.template, files))
             public = jobs.public(task, settings.fields)
             finished = await self.runner.run(jobs.Job(task, public, endpoint, root))
             if finished.status is None and self.overdue == "crash":
@@ -101,10 +101,4 @@ class AgentHarness:
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:  # a sandbox
             raise protocols.EnvironmentCrashed(f"{subject} it lost a worker: {error}") from error
         finally:
-            await processes.uncancelled(call_deadlines.off_loop(scratch.remove, root))
-
-
-async def _settled(running: asyncio.Task[protocols.Outcome]) -> None:
-    await asyncio.wait({running})
-    if not running.cancelled():
-        running.exception()  # marks an error as retrieved, so that asyncio does not warn
+            await deadlines.finish(deadlines.off_loop(scratch.remove, root))

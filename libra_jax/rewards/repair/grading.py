@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from libra_jax import protocols
 from libra_jax.rewards.repair import snapshots, suites
 from libra_jax.tools import toolkit
-from libra_jax.utils import call_deadlines, resolving
+from libra_jax.utils import deadlines, resolving
 
 MORE_FILES = 2000
 """Number of files that a policy may add to a repository. One with more is refused, and its reward is 0."""
@@ -47,7 +47,7 @@ class Grader:
           refused: Why its files were not taken. Empty if they were.
         """
         field = "" if task.payload.get("calls") else "tests"
-        tests = await call_deadlines.off_loop(snapshots.of_task, task, field, self._most_bytes)
+        tests = await deadlines.off_loop(snapshots.of_task, task, field, self._most_bytes)
         suite = suites.Suite.from_payload(task.payload, tests.files, self._seconds)
         if len(files) > len(snapshot.files) + MORE_FILES:
             refused = f"more than {len(snapshot.files) + MORE_FILES} files"
@@ -55,7 +55,7 @@ class Grader:
         verdict, lines = suites.Verdict(0, suite.total, f"left files that were refused: {refused}"), 0
         if not refused:
             verdict = await self._judge(snapshot, files, suite)
-            lines = await call_deadlines.off_loop(snapshots.changed_lines, snapshot.files, files)
+            lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, files)
         if refused or verdict.deceit or verdict.broke:
             self._reasons.tell(f"A rollout of {task.prompt_id} is worth 0: {resolving.loggable(verdict.problem)}")
         metrics = {
@@ -73,7 +73,7 @@ class Grader:
     async def _judge(
         self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: suites.Suite
     ) -> suites.Verdict:
-        key = await call_deadlines.off_loop(suites.digest, snapshot, workspace, suite)
+        key = await deadlines.off_loop(suites.digest, snapshot, workspace, suite)
         if key in self._verdicts:  # most rollouts of an easy task end with the same files
             # The verdict that was not used for the longest time is dropped first.
             self._verdicts.move_to_end(key)

@@ -29,7 +29,7 @@ from libra_jax import protocols
 from libra_jax.rewards.repair import calls as calls_module
 from libra_jax.rewards.repair import outcomes, snapshots
 from libra_jax.tools.sandbox import limits, pool
-from libra_jax.utils import call_deadlines
+from libra_jax.utils import deadlines
 
 ATTEMPTS = 2
 """Number of sandboxes that a run may use, if one dies or a signal ends the tests."""
@@ -222,7 +222,7 @@ class _Bench:
 
         Rollouts that ask at the same time share one run. Findings without a result are not kept.
         """
-        key = await call_deadlines.off_loop(digest, self.snapshot, self.snapshot.files, self.suite)
+        key = await deadlines.off_loop(digest, self.snapshot, self.snapshot.files, self.suite)
         task = self.unchanged_runs.get(key)
         if task is None:
 
@@ -255,7 +255,7 @@ class _Bench:
         clock, remaining_seconds = asyncio.get_running_loop().time, max_seconds
         start = clock()
         for attempt in range(1, ATTEMPTS + 1):
-            examination = await call_deadlines.off_loop(_Examination, self.snapshot, workspace, self.suite)
+            examination = await deadlines.off_loop(_Examination, self.snapshot, workspace, self.suite)
             try:
                 outcome = await self.sandbox.examine(examination.files, examination.code, remaining_seconds)
             except pool.NotUnpacked as error:
@@ -268,7 +268,7 @@ class _Bench:
                     death = outcome.text
                 else:
                     # Off the loop, because a hostile report may be long.
-                    findings = await call_deadlines.off_loop(examination.read, outcome)
+                    findings = await deadlines.off_loop(examination.read, outcome)
             remaining_seconds = max_seconds - (clock() - start)
             if (findings is not None and not findings.killed) or remaining_seconds < max_seconds / 2:
                 break

@@ -21,7 +21,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.tools.sandbox import backends, supervisor
 from libra_jax.tools.sandbox import limits as limits_module
-from libra_jax.utils import call_deadlines, scratch
+from libra_jax.utils import deadlines, scratch
 
 GRACE_SECONDS = 3.0
 """Seconds after a call's deadline before the host kills the sandbox. The sandbox itself enforces the deadline first."""
@@ -208,15 +208,15 @@ class Worker:
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         try:
-            await call_deadlines.within(self.limits.start_seconds, receive(self.process.stdout, 0))
-        except call_deadlines.Overdue:
+            await deadlines.cancel_after(self.limits.start_seconds, receive(self.process.stdout, 0))
+        except deadlines.Overdue:
             raise protocols.WorkerLost(
                 f"the sandbox did not answer within {self.limits.start_seconds:g} s (sandbox.start_seconds)"
             ) from None
         except (EOFError, Malformed, OSError) as error:
             reason = ""
-            with contextlib.suppress(call_deadlines.Overdue):
-                stderr = await call_deadlines.within(_SLACK_SECONDS, self.process.stderr.read(_REASON_BYTES))
+            with contextlib.suppress(deadlines.Overdue):
+                stderr = await deadlines.cancel_after(_SLACK_SECONDS, self.process.stderr.read(_REASON_BYTES))
                 reason = " ".join(stderr.decode(errors="replace").split())
             raise protocols.WorkerLost(f"the sandbox did not start: {reason or error}") from error
         if self.launch.info_fd >= 0:  # bubblewrap writes it before the first process runs, so it is complete by now
@@ -251,10 +251,10 @@ class Worker:
         head = json.dumps({"kind": kind, "seconds": seconds, "clean": clean, "most": max_archive_bytes}).encode()
         try:
             self.process.stdin.write(supervisor.HEADER.pack(len(head), len(body)) + head + body)
-            reply = await call_deadlines.within(
+            reply = await deadlines.cancel_after(
                 seconds + GRACE_SECONDS, self._answer(max_archive_bytes or self.limits.output_bytes)
             )
-        except call_deadlines.Overdue:
+        except deadlines.Overdue:
             self.kill()
             return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", clock() - start, "all", True)
         except (EOFError, OSError, Malformed) as error:
@@ -282,12 +282,12 @@ class Worker:
 
     async def _end(self) -> tuple[str, bool]:
         """Returns how the sandbox ended by itself, in a few words, and whether its code is the cause."""
-        if self._group is not None and await call_deadlines.off_loop(self._group.ran_out):
+        if self._group is not None and await deadlines.off_loop(self._group.ran_out):
             return f"ended: more than {self.limits.memory_mib} MiB of memory", True
-        with contextlib.suppress(call_deadlines.Overdue):
+        with contextlib.suppress(deadlines.Overdue):
             # The first process's own exit status means that it gave up. Code in the sandbox cannot send it a signal, so
             # a signal came from outside.
-            if 0 < await call_deadlines.within(_SLACK_SECONDS, self.process.wait()) < _SIGNALS:
+            if 0 < await deadlines.cancel_after(_SLACK_SECONDS, self.process.wait()) < _SIGNALS:
                 return "ended: its first process could not go on with what is in it", True
         return "ended", False
 
@@ -320,22 +320,22 @@ class Worker:
                 *self.launch.remove, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
             )
             try:
-                await call_deadlines.within(REAP_SECONDS, remover.wait())
-            except call_deadlines.Overdue:
+                await deadlines.cancel_after(REAP_SECONDS, remover.wait())
+            except deadlines.Overdue:
                 with contextlib.suppress(ProcessLookupError):
                     remover.kill()
                 raise protocols.DeadlineMissed(
                     f"{' '.join(self.launch.remove)} did not end within {REAP_SECONDS:g} s: the container may still run"
                 ) from None
         try:
-            await call_deadlines.within(REAP_SECONDS / 2, self.process.wait())
-        except call_deadlines.Overdue:
+            await deadlines.cancel_after(REAP_SECONDS / 2, self.process.wait())
+        except deadlines.Overdue:
             with contextlib.suppress(ProcessLookupError):
                 # The process leads its own session, so its process group is its own too.
                 os.killpg(self.process.pid, signal.SIGKILL)
             try:
-                await call_deadlines.within(REAP_SECONDS / 2, self.process.wait())
-            except call_deadlines.Overdue:
+                await deadlines.cancel_after(REAP_SECONDS / 2, self.process.wait())
+            except deadlines.Overdue:
                 raise protocols.DeadlineMissed(
                     f"the sandbox of process {self.process.pid} was killed and is not gone after {REAP_SECONDS:g} s"
                 ) from None
@@ -344,14 +344,14 @@ class Worker:
             self._first = -1
         if self._group is not None:
             # Off the loop, because it sleeps until the kernel has released the group.
-            await call_deadlines.off_loop(self._group.close)
+            await deadlines.off_loop(self._group.close)
         # Closes the pipes at once: a transport that is only collected later would warn.
         transport: Any = getattr(self.process, "_transport", None)
         if transport is not None:
             transport.close()
         # A second close then finds nothing left to free.
         launch, self.launch = self.launch, backends.Launch((), {})
-        await call_deadlines.off_loop(_discard, launch)
+        await deadlines.off_loop(_discard, launch)
 
 
 def _discard(launch: backends.Launch) -> None:
