@@ -1,6 +1,8 @@
 """A config file is typed: mypy and the run itself see a mistyped field, and what a run holds is frozen."""
 
 import dataclasses
+import functools
+import operator
 import re
 
 import pytest
@@ -99,18 +101,22 @@ def test_a_former_name_is_refused_with_the_present_one(old, new):
 
 @pytest.mark.parametrize("name", config_lib.REMOVED)
 def test_a_removed_setting_is_refused_with_what_runs_do_now(name):
-    group, field = name.rsplit(".", 1)
+    *groups, field = name.split(".")
+
+    def stored(value):
+        return functools.reduce(lambda inner, group: {group: inner}, reversed(groups), value)
+
     sentence = f"{re.escape(name)} is gone: {re.escape(config_lib.REMOVED[name].advice)}"
     with pytest.raises(ConfigError, match=rf"config\.{re.escape(name)}: no such field; {sentence}"):
-        config_lib.parse(config_lib.RunConfig, {group: {field: 1}})
+        config_lib.parse(config_lib.RunConfig, stored({field: 1}))
     with pytest.raises(ConfigError, match=f"has no field '{field}'; {sentence}"):
-        setattr(getattr(config_lib.RunConfig(), group), field, 1)
+        setattr(operator.attrgetter(".".join(groups))(config_lib.RunConfig()), field, 1)
     accepted = config_lib.REMOVED[name].accepted
     for value in (7,) if accepted is None else accepted:
-        assert config_lib.renamed({group: {field: value}}) == {group: {}}
+        assert config_lib.renamed(stored({field: value})) == stored({})
     if accepted is not None:
         with pytest.raises(ConfigError, match=sentence):
-            config_lib.renamed({group: {field: "other"}})
+            config_lib.renamed(stored({field: "other"}))
 
 
 def test_a_stored_config_is_read_under_present_names():

@@ -228,7 +228,6 @@ DOUBLES = [
     ("libra_jax.engines.client", "EngineClient", "protocols.EngineClient"),
     ("libra_jax.weights.relay_tree", "RelayClient", "protocols.RelayClient"),
     ("relay_doubles", "Relay", "protocols.Relay"),
-    ("handing_engine", "HandingEngine", "protocols.RolloutEngine"),
     ("coordinator_doubles", "RecordingTrainer", "protocols.Trainer"),
     ("mortal_trainers", "Trainer", "protocols.Trainer"),
     ("movable_trainers", "Trainer", "protocols.TrainerProcess"),

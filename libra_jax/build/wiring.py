@@ -81,7 +81,6 @@ def scheduler(config: config_lib.RunConfig) -> protocols.Scheduler:
         config.scheduler,
         costs=scheduling_costs.LinearCosts(
             config.scheduler.costs,
-            transfers=config.rollout.kv_transfer != "none",
             speeds={name: scheduling_costs.Speed(*speed) for name, speed in speeds.items()},
         ),
         seed=config.seed,

@@ -56,7 +56,6 @@ OWNED = {
     "stream_interval": "config.rollout.stream_interval",
     "gpu_memory_utilization": "config.rollout.gpu_memory_fraction",
     "kv_cache_memory_bytes": "config.rollout.kv_cache_gib on CPU, and config.rollout.gpu_memory_fraction on CUDA",
-    "kv_transfer_config": "config.rollout.kv_transfer",
     "weight_transfer_config": "config.rollout.transport",
     "enable_sleep_mode": "config.elastic.hybrid",
     "enable_return_routed_experts": "config.algorithm.routing_replay",
@@ -115,7 +114,7 @@ enable_mm_processor_stats disable_chunked_mm_input ec_transfer_config ec_manager
 served_model_name tokenizer_mode tokenizer_revision tokens_only renderer_num_workers""",
     "replaces a part of vLLM that weight sync, pauses or admission rely on": """
 worker_cls worker_extension_cls scheduler_cls distributed_executor_backend max_num_active_seqs max_num_queued_reqs
-max_num_queued_tokens kv_events_config aux_output_config""",
+max_num_queued_tokens kv_events_config kv_transfer_config aux_output_config""",
     "places processes, which the cluster (config.cluster) and config.rollout.cores do": """
 master_addr master_port nnodes node_rank numa_bind numa_bind_nodes numa_bind_cpus device_ids ray_workers_use_nsight
 _api_process_count _api_process_rank""",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -54,6 +56,8 @@ class RemovedSetting:
 
 
 REMOVED = {
+    "rollout.kv_transfer": RemovedSetting("the instance that a request moves to prefills its context", ("none",)),
+    "scheduler.costs.transfer_tokens_per_second": RemovedSetting("a move costs a prefill of the context"),
     "reward.cache_entries": RemovedSetting("every rollout is scored; a slow function can keep its own values"),
 }
 """Settings that were removed, by their former name."""
@@ -81,8 +85,9 @@ def group(cls: type[T]) -> type[T]:
         if name not in names:
             # A group does not know its place in a config, and its class is named after it: RolloutConfig, rollout.
             place = cls.__name__.removesuffix("Config").lower()
-            hint = now(f"{place}.{name}") or now(f"{place}s.{name}") or nearest(name, names)
-            raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
+            pattern = re.compile(rf"(.*\.)?{place}s?\.{re.escape(name)}")
+            advice = [now(former) for former in (*RENAMED, *REMOVED) if pattern.fullmatch(former)]
+            raise ConfigError(f"{cls.__name__} has no field {name!r}; {advice[0] if advice else nearest(name, names)}")
         if self.__dict__.get(_FROZEN):
             raise dataclasses.FrozenInstanceError(f"{cls.__name__}.{name}: settings are frozen once they are read")
         default = getattr(cls, name, None)
@@ -129,7 +134,7 @@ def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ConfigError: a setting has another form now, or was removed and held a value that runs no longer follow.
     """
-    found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in stored.items()}
+    found = copy.deepcopy(dict(stored))
     for old, new in RENAMED.items():
         (old_group, old_name), (new_group, new_name) = old.split("."), new.split(".")
         group_of = found.get(old_group)
@@ -143,8 +148,10 @@ def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
         else:  # an empty value says the same in every form
             check(not value, old, f"no such field; {now(old)}")
     for name, removed in REMOVED.items():
-        group_name, _, field_name = name.rpartition(".")
-        settings = found.get(group_name)
+        *group_names, field_name = name.split(".")
+        settings: Any = found
+        for group_name in group_names:
+            settings = settings.get(group_name) if isinstance(settings, dict) else None
         if isinstance(settings, dict) and field_name in settings:
             value = settings.pop(field_name)
             check(removed.accepted is None or value in removed.accepted, name, f"no such field; {now(name)}")

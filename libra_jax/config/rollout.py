@@ -51,7 +51,6 @@ class RolloutConfig:
     # Engines compare the xxh3 checksum of each chunk, on one host, too. Weight relays between hosts and hybrid workers
     # compare it in any case.
     checksum: bool = False
-    kv_transfer: str = "none"  # KV of a moved request: none (prefills again), nixl (vLLM's connector brings it; GPU)
     # Processes that run the agent loops (environments, tools, rewards) beside the engines; 0: the coordinator does.
     # Several machines share them, those that roll out (docs/concepts/loop_workers.md).
     loop_workers: int = 0
@@ -66,12 +65,6 @@ class RolloutConfig:
             not self.engine_arguments or self.engine == "vllm",
             FIELD,
             f"are vLLM's, and rollout.engine={self.engine} takes none; leave them out",
-        )
-        check(
-            self.kv_transfer == "none" or self.engine_arguments.get("kv_offloading_size") is None,
-            FIELD,
-            f"kv_offloading_size and rollout.kv_transfer={self.kv_transfer} each need vLLM's only connector; leave one "
-            "out",
         )
         check(len(self.tensor_parallel) > 0, "rollout.tensor_parallel", "needs at least one instance")
         for degree in self.tensor_parallel:
@@ -99,7 +92,6 @@ class RolloutConfig:
             f"has {len(self.cores)} entries for the {sum(self.tensor_parallel)} workers of tensor_parallel; give one "
             "each, or none",
         )
-        check_choice(self.kv_transfer, ("none", "nixl"), "rollout.kv_transfer")
         check(self.health_seconds > 0, "rollout.health_seconds", f"must be positive, not {self.health_seconds}")
         check_temperature(self.temperature, "rollout.temperature")
         check(0 < self.top_p <= 1, "rollout.top_p", f"must lie in (0, 1], not {self.top_p}")
@@ -161,10 +153,9 @@ class CostConfig:
     context_seconds: float = 1e-7  # seconds that each token of context adds to the step
     scaling: float = 0.7  # share of each further device that tensor parallelism turns into speed; 1 is perfect
     prefill_tokens_per_second: float = 6000.0  # prefill speed at degree 1, for moves that prefill the context again
-    transfer_tokens_per_second: float = 50_000.0  # speed of rollout.kv_transfer; a move takes the faster way
 
     def __post_init__(self) -> None:
-        for name in ("step_seconds", "prefill_tokens_per_second", "transfer_tokens_per_second"):
+        for name in ("step_seconds", "prefill_tokens_per_second"):
             check(getattr(self, name) > 0, f"scheduler.costs.{name}", f"must be positive, not {getattr(self, name)}")
         for name in ("request_seconds", "context_seconds"):
             value = getattr(self, name)

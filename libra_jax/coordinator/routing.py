@@ -50,8 +50,6 @@ def metrics(judged: RoutingCounts, streams: protocols.StreamCounts) -> dict[str,
     moved requests may wait for less than requests that stay in a crowd.
     """
     values = {"routing/moves": float(streams.moves), "routing/moved_tokens": float(streams.moved_tokens)}
-    if streams.transferred:
-        values["routing/transferred"] = float(streams.transferred)
     if judged.judged:
         values["routing/judged"] = float(judged.judged)
         values["routing/one_shot_accuracy"] = judged.right / judged.judged

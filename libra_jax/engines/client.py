@@ -19,7 +19,6 @@ class EngineClient(typed_clients.ActorClient, protocols.EngineClient):
         super().__init__(cluster, spec, limits, kind="engine")
 
     start = typed_clients.Call("engine_start", "start", RolloutEngine.start)
-    hand_over = typed_clients.Call("first_token", "hand a request over", RolloutEngine.hand_over)
     health = typed_clients.Call("first_token", "answer a health check", RolloutEngine.health)
     shutdown = typed_clients.Call("shutdown", "shut down", RolloutEngine.shutdown)
 

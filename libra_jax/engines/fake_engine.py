@@ -147,10 +147,6 @@ class FakeEngine(protocols.RolloutEngine):
             self._running -= 1
             self._free.release()
 
-    async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
-        """Raises LibraError, because the double has no keys and values."""
-        raise protocols.LibraError(f"engine {self.name} keeps no keys and values of {request.request_id}")
-
     async def pause(self) -> None:
         self._check()
         self._go.clear()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Mapping
@@ -26,7 +25,6 @@ import vllm.platforms
 from vllm import exceptions as vllm_exceptions
 from vllm.distributed.weight_transfer import base as weight_transfer
 from vllm.inputs import engine as engine_inputs
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
 from libra_jax import config as config_lib
@@ -75,17 +73,6 @@ def create(
         raise protocols.ConfigError(
             f"config.rollout.transport: {settings.transport!r} needs CUDA, which torch does not find here; use 'memfd'"
         )
-    if settings.kv_transfer != "none":
-        if not torch.cuda.is_available():
-            raise protocols.ConfigError(
-                f"config.rollout.kv_transfer: {settings.kv_transfer!r} needs CUDA, which torch does not find here; "
-                "use 'none', which prefills again"
-            )
-        if importlib.util.find_spec("nixl") is None:
-            raise protocols.ConfigError(
-                "config.rollout.kv_transfer: the nixl package is not installed; install it with `pip install nixl`, "
-                "or use 'none', which prefills again"
-            )
     adapter = config_lib.parse(config_lib.LoraConfig, lora or {}, "model.lora.")
     launch = vllm_launch.Launch(
         name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid, adapter, return_routing
@@ -222,7 +209,7 @@ class VllmEngine(protocols.RolloutEngine):
                 f"{self._update.vocab_size} does not have: use the tokenizer the model was made with"
             )
         prompt = engine_inputs.tokens_input(list(request.token_ids))
-        params = vllm_requests.sampling_params(request.sampling, room, request.kv_source, request.routed_tokens)
+        params = vllm_requests.sampling_params(request.sampling, room, request.routed_tokens)
         queue, finished = None, False
         self._running += 1
         try:
@@ -253,32 +240,6 @@ class VllmEngine(protocols.RolloutEngine):
                 # The caller closed the iterator early: vLLM must free the slot.
                 if not finished and not self._death.done():
                     await engine.abort(queue.request_id, internal=True)
-
-    async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
-        """Keeps the context's keys and values for another engine. See `vllm_launch`; this has never run."""
-        prompt = engine_inputs.tokens_input(list(request.token_ids))
-        remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-        # The request only fills keys and values; its one token is dropped.
-        giving = vllm.SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={vllm_requests.KV_TRANSFER: {"do_remote_decode": True, "do_remote_prefill": False, **remote}},
-        )
-        try:
-            outputs = self._serving().generate(prompt, giving, request.request_id, lora_request=self._lora_request)
-            kept = [output.kv_transfer_params async for output in outputs][-1]
-        except exceptions.EngineDeadError:
-            raise self._lost() from None
-        except (ValueError, vllm_exceptions.VLLMClientError, exceptions.EngineGenerateError) as error:
-            raise protocols.LibraError(
-                f"engine {self.name} could not hand {request.request_id} over: {_sentence(error.__cause__ or error)}"
-            ) from None
-        if not kept:
-            raise protocols.LibraError(f"engine {self.name} keeps no keys and values of {request.request_id}")
-        return dict(kept)
 
     async def pause(self) -> None:
         """Freezes decoding, keeps requests, and drops all keys and values, which are recomputed after `resume`."""

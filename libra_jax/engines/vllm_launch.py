@@ -6,12 +6,6 @@ to the whole process, so a lock lets one engine at a time configure itself and s
 the variables when it is spawned, and the front end reads none afterwards. So the lock is free while the core imports
 vLLM and loads the model. Each engine starts on a thread that lives as long as the process, because the kernel ties an
 engine's life to the thread that started it (`parent_death`).
-
-A request's keys and values can move to its new instance through vLLM's NIXL connector (`rollout.kv_transfer`). This is
-**not run**: it needs several GPUs and the nixl package. It uses the hand-over of split prefill and decode, with both
-roles in every instance. The old instance prefills the context, which its prefix cache holds except for the tool's
-return, and keeps the blocks. The new instance pulls the blocks over RDMA or NVLink. The coordinator requests a
-hand-over only between instances of one policy version.
 """
 
 from __future__ import annotations
@@ -24,7 +18,6 @@ import json
 import logging
 import os
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import process as processes_lib
@@ -43,7 +36,6 @@ logging.getLogger("vllm").setLevel(logging.ERROR)
 
 # isort: split
 from vllm import plugins
-from vllm.config import KVTransferConfig
 from vllm.config import logging as vllm_logging
 from vllm.engine import arg_utils
 from vllm.platforms import current_platform
@@ -253,11 +245,6 @@ class Launch:
             "VLLM_CONFIGURE_LOGGING": "1",
             "VLLM_LOGGING_CONFIG_PATH": str(self._directory / "logging.json"),
         }
-        if self._rollout.kv_transfer != "none":
-            # The connectors exchange memory addresses at this port, which is free at the moment.
-            with socket.socket() as free:
-                free.bind(("", 0))
-                variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free.getsockname()[1])
         if self._return_routing:
             # Of vLLM's own runners, only the newer one returns experts. It does not run on CPU.
             on_cpu = current_platform.is_cpu()
@@ -289,11 +276,6 @@ class Launch:
             # The config gives the engine's total, and vLLM takes each worker's part.
             memory = {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30 / self._tensor_parallel)}
         options: dict[str, Any] = {}
-        if rollout.kv_transfer != "none":
-            # Blocks that cannot be pulled are recomputed.
-            options["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="NixlConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
-            )
         if self._lora.rank:
             # One adapter, that of the policy. Only its projections get vLLM's wrappers.
             options |= {

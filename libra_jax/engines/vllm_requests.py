@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,11 @@ from vllm.sampling_params import RequestOutputKind
 
 from libra_jax import protocols
 
-KV_TRANSFER = "kv_transfer_params"
-"""Key under which vLLM reads a request's part of a transfer of keys and values, in `SamplingParams.extra_args`."""
-
 UNTRAINED = "default"
 """vLLM's name for the version of its initial weights."""
 
 
-def sampling_params(
-    sampling: protocols.SamplingParams, room: int, kv_source: Mapping[str, Any] | None, routed_tokens: int = 0
-) -> vllm.SamplingParams:
+def sampling_params(sampling: protocols.SamplingParams, room: int, routed_tokens: int = 0) -> vllm.SamplingParams:
     """Returns vLLM's sampling parameters under the log-prob contract, of a request (`protocols.GenerationRequest`).
 
     `room` is the number of tokens that the engine's context has left.
@@ -35,7 +29,6 @@ def sampling_params(
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args=None if kv_source is None else {KV_TRANSFER: dict(kv_source)},
         routed_experts_prompt_start=routed_tokens,
         skip_clone=True,
         **{name: value for name, value in sampling.options.used().items() if name not in ("seed", "schema")},

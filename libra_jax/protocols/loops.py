@@ -35,8 +35,7 @@ class StreamCounts:
       stream_seconds: seconds that slots were in use, summed.
       moves: requests that moved to another instance.
       moved_tokens: context tokens of moved requests, whose keys and values the new instance lacked.
-      transferred: moves whose keys and values came from the previous instance, instead of a second prefill.
-      moved: waits for first tokens after a move: the new instance first prefills or fetches the context.
+      moved: waits for first tokens after a move: the new instance first prefills the context.
       stayed: waits for first tokens without a move: the prefix cache may hold the context.
     """
 
@@ -47,7 +46,6 @@ class StreamCounts:
     stream_seconds: float = 0.0
     moves: int = 0
     moved_tokens: int = 0
-    transferred: int = 0
     moved: Waits = field(default_factory=Waits)
     stayed: Waits = field(default_factory=Waits)
 

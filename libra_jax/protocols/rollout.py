@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from libra_jax.protocols.cluster import ActorAddress
 from libra_jax.protocols.weights import WeightReceiver
@@ -68,15 +68,12 @@ class GenerationRequest:
       sampling: sampling settings.
       routed_tokens: number of first tokens whose experts the caller has already; an engine that returns experts leaves
         these out.
-      kv_source: result of another engine's `RolloutEngine.hand_over` for this context; None: prefill the context.
     """
 
     request_id: str
     token_ids: Sequence[int]
     sampling: SamplingParams
     routed_tokens: int = 0
-    # vLLM's own values, which the coordinator passes from one engine to the other without reading them.
-    kv_source: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -140,16 +137,6 @@ class RolloutEngine(WeightReceiver, Protocol):
         Raises:
           WorkerLost: the engine died. The tokens received so far are valid, and another engine may continue.
           LibraError: the context has no room for another token, or holds a token that the model does not have.
-        """
-        ...
-
-    async def hand_over(self, request: GenerationRequest) -> Mapping[str, Any]:
-        """Keeps the keys and values of the context for another engine; returns that engine's `kv_source`.
-
-        Called only if `rollout.kv_transfer` says that engines support it.
-
-        Raises:
-          LibraError: the engine keeps none; the next engine prefills the context.
         """
         ...
 

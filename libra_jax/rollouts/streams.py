@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from libra_jax import protocols
 from libra_jax.rollouts import moves
@@ -115,7 +114,6 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         config = run.config
         self._retries = config.rollout.generation_retries
         self._deadline = config.deadlines.first_token
-        self._transfers = config.rollout.kv_transfer != "none"
         self._dispatcher = dispatcher
         self._engines = engines
         self._recorder = run.recorder
@@ -298,10 +296,6 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
             sampling=sampling,
             routed_tokens=request.segment.routed_tokens,
         )
-        if self._transfers and request.route.move is not None:
-            generation_request = replace(
-                generation_request, kv_source=await self._kv_source(request.route.move, stream, generation_request)
-            )
         if stream.engine.client is None:
             raise protocols.WorkerLost(f"{stream.engine.name} was lost before {request.name} began there")
         async with contextlib.aclosing(stream.engine.client.generate(generation_request)) as deltas:
@@ -326,28 +320,6 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
                     return
                 self._dispatcher.progressed(request.name, request.generated)
         raise protocols.WorkerLost(f"the stream of {request.name} from {stream.engine.name} ended without a finish")
-
-    async def _kv_source(
-        self, move: protocols.Move, stream: Stream, generation_request: protocols.GenerationRequest
-    ) -> Mapping[str, Any] | None:
-        """Keys and values that the instance before keeps for this one; None where they have to be computed again."""
-        source, version = self._engines.engines.get(move.source), stream.engine.policy_version
-        if source is None or source.client is None or source.policy_version != version:
-            return None
-        client, life = source.client, source.life
-        try:
-            kv_source = await client.hand_over(generation_request)
-        except protocols.WorkerLost as error:
-            self._failed(source, life, error)
-            return None
-        # Not an error of the run: the new instance computes them, and routing/transferred stays below routing/moves.
-        except protocols.LibraError:
-            return None
-        # A weight sync came between: the cache is of older weights.
-        if not version == source.policy_version == stream.engine.policy_version:
-            return None
-        self.counts.transferred += 1
-        return kv_source
 
     def _failed(self, engine: protocols.StreamEngine, life: int, error: BaseException) -> None:
         """Reports a failed instance. Its requests wait until the dispatcher has heard of it and places them again."""

@@ -66,12 +66,10 @@ class LinearCosts:
 
     Attributes:
       coefficients: `scheduler.costs`, with their units.
-      transfers: whether engines hand keys and values over (`rollout.kv_transfer`), if that takes less than a prefill.
       speeds: speeds of unlike accelerators, by the names in `rollout.accelerators`.
     """
 
     coefficients: config_lib.CostConfig = field(default_factory=config_lib.CostConfig)
-    transfers: bool = False
     speeds: Mapping[str, Speed] = field(default_factory=dict)
 
     def speed(self, degree: int) -> float:
@@ -96,9 +94,8 @@ class LinearCosts:
     def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:
         if source is None or source == target.name:
             return 0.0
-        # An engine that cannot be given keys and values computes them again.
-        prefill, coefficients = self.read_seconds(target, context_tokens), self.coefficients
-        return min(prefill, context_tokens / coefficients.transfer_tokens_per_second) if self.transfers else prefill
+        # The target has no keys and values of the context, and computes them again.
+        return self.read_seconds(target, context_tokens)
 
     def _of(self, instance: protocols.Instance) -> Speed:
         return self.speeds.get(instance.accelerator, ALIKE)

@@ -152,10 +152,6 @@ class Engine(batch.Batch, protocols.RolloutEngine):
 
     # Weights ----------------------------------------------------------------------------------------------------
 
-    async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
-        """Refuses always: moves of keys and values are not simulated."""
-        raise protocols.LibraError(f"engine {self.name} keeps no keys and values of {request.request_id}")
-
     async def pause(self) -> None:
         """Freezes decoding at the end of the running step; keeps the requests."""
         self._check()

@@ -176,11 +176,9 @@ def replay(recorded: recording.Recording, model: measured_costs.Calibration, ste
         evaluation=dataclasses.replace(recorded_config.evaluation, every=0),
         checkpoint=dataclasses.replace(recorded_config.checkpoint, every=0),
         planner=dataclasses.replace(recorded_config.planner, period=0),
-        # The twin prefills a moved context again.
-        rollout=dataclasses.replace(recorded_config.rollout, kv_transfer="none"),
     )
     # The run's own scheduler, with the costs that it had in the run, not with the measured ones.
-    costs = scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none")
+    costs = scheduling_costs.LinearCosts(config.scheduler.costs)
     scheduler = registry.create(config.scheduler, costs=costs, seed=config.seed, kinds=config.rollout.kinds)
     checkpoints.teach(scheduler, config.scheduler.learnt_from)
     simulation = world.SimulationConfig(train_devices=config.trainer.devices)

@@ -310,11 +310,6 @@ def _check(config: config_lib.RunConfig, simulation: SimulationConfig) -> None:
         "must be 0 in a simulated run, whose rollouts run in the coordinator's process",
     )
     config_lib.check(
-        config.rollout.kv_transfer == "none",
-        "rollout.kv_transfer",
-        "must be 'none' in a simulated run; simulation.kv_cache says how its engines get a moved context",
-    )
-    config_lib.check(
         simulation.train_devices > 0, "simulation.train_devices", f"must be positive, not {simulation.train_devices}"
     )
 

@@ -142,7 +142,6 @@ _ROUTING = _table(
     "dispatcher",
     ("routing/moves", "requests", "requests that went on on another engine"),
     ("routing/moved_tokens", "tokens", "tokens of context of the requests that moved"),
-    ("routing/transferred", "requests", "requests that moved with their KV cache"),
     ("routing/judged", "rollouts", "finished rollouts with a routing decision after their first tool return"),
     ("routing/one_shot_accuracy", "share", "judged rollouts whose decision named the bucket of their true length"),
     ("routing/move_seconds", "seconds", "wait for the first token after a move, mean; prefill of the context included"),

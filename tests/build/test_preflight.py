@@ -426,7 +426,6 @@ def test_routing_replay_is_refused_without_experts_to_replay():
     run.model.preset, run.trainer.platform = "libra-tiny-moe", "cpu"
     preflight.validate(run, need_weights=False)
     for rollout, named in (
-        ({"kv_transfer": "nixl"}, "kv_transfer=nixl brings"),
         ({"engine_arguments": {"enable_prefix_caching": False}}, "leave enable_prefix_caching out"),
         ({"engine": "fake"}, "engine=fake returns no experts"),
     ):

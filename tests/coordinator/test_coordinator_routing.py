@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import coordinator_doubles as doubles
-import handing_engine
 import pytest
 
 from libra_jax import protocols
@@ -125,40 +122,3 @@ def test_a_run_reports_its_routing(tmp_path):
     assert all(move["source"] != move["target"] and move["expected_gain"] is None for move in told)
     assert sum(step["routing/judged"] for step in steps) == 4 * 3 * 2, "every attempt called a tool once"
     assert all(step["routing/one_shot_accuracy"] == 1.0 for step in steps), "there is one bucket"
-
-
-def run_with_transfers(tmp_path, kv_transfer, **arguments):
-    """(engine, request) of every generation, and the run's scalars, where engines can hand keys and values over."""
-    config = doubles.make_config(scheduler={"policy": "round_robin"}, rollout={"kv_transfer": kv_transfer})
-    factory = "handing_engine:create"
-    specs = [
-        dataclasses.replace(spec, factory=factory, arguments={**spec.arguments, **arguments})
-        for spec in doubles.engine_specs(config, count=3)
-    ]
-    handing_engine.ASKED.clear()
-    bench = doubles.Bench(config, tmp_path, specs=specs)
-    bench.run()
-    return list(handing_engine.ASKED), [scalars for _, scalars in bench.recorder.steps]
-
-
-def test_the_instance_that_a_request_leaves_hands_its_context_over_where_the_config_says_so(tmp_path):
-    asked, steps = run_with_transfers(tmp_path, "nixl")
-    last, moved = {}, 0
-    for engine, request in asked:
-        name = request.request_id.partition("#")[0]
-        if last.get(name, engine) == engine:
-            assert request.kv_source is None
-        else:
-            moved += 1
-            assert request.kv_source == {"engine": last[name], "tokens": len(request.token_ids)}
-        last[name] = engine
-    assert moved == sum(step["routing/moves"] for step in steps) > 0
-    assert moved == sum(step["routing/transferred"] for step in steps if step["routing/moves"])
-
-
-@pytest.mark.parametrize(("kv_transfer", "refuses"), [("none", False), ("nixl", True)])
-def test_a_context_that_nobody_hands_over_is_computed_again(kv_transfer, refuses, tmp_path):
-    asked, steps = run_with_transfers(tmp_path, kv_transfer, refuses=refuses)
-    assert all(request.kv_source is None for _, request in asked)
-    assert sum(step["routing/moves"] for step in steps) > 0
-    assert not any("routing/transferred" in step for step in steps)

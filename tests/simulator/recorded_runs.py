@@ -57,7 +57,7 @@ def record(workdir: pathlib.Path, workload: Any = None, **changes: Any) -> confi
     }
     config = doubles.run_config(**changes)
     recorder = FileRecorder(config, workdir)
-    costs = scheduling_costs.LinearCosts(config.scheduler.costs, transfers=False)
+    costs = scheduling_costs.LinearCosts(config.scheduler.costs)
     world.run(
         config,
         world.SimulationConfig(train_devices=config.trainer.devices),
