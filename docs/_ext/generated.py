@@ -44,7 +44,7 @@ UNITS = (
     (r"requests_per_second$", "requests per second"),
     (r"_per_second$", "tokens per second"),
     (r"_flops$", "FLOP/s"),
-    (r"_tokens$|max_context$|stream_interval$|quanta$|row_buckets$|attention_chunk$|logits_chunk$", "tokens"),
+    (r"_tokens$|max_context$|stream_interval$|row_buckets$|attention_chunk$|logits_chunk$", "tokens"),
     (r"(^|[._])steps$|\.every$|planner\.(period|window|horizon)$|\.cooldown$", "training steps"),
     (r"_fraction$|_share$|scheduler\.reserve$|least_gain$|\.gain$", "fraction"),
 )

@@ -19,6 +19,7 @@ from libra_jax.config.algorithm import (
     AlgorithmConfig,
     CriticConfig,
 )
+from libra_jax.config.arguments import ARGUMENTS
 from libra_jax.config.checks import (
     ALIASES,
     LEAST_TEMPERATURE,
@@ -57,6 +58,7 @@ __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
     "ALIASES",
+    "ARGUMENTS",
     "BASELINES",
     "BASELINE_ADVANTAGES",
     "BATCH_LOSSES",

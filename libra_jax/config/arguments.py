@@ -1,4 +1,4 @@
-"""Arguments of the built-in advantages, baselines and losses, and the values that they take."""
+"""Arguments of the built-in advantages, baselines, losses and scheduling policies, and the values that they take."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ _CRITIC: dict[str, Number | Switch] = {
     "trace_decay": _SHARE,
     "whitened": Switch(),
 }
+_COST_RULE: dict[str, Number | Switch] = {"tail_power": Number(1.0), "move_margin": Number(1.0), "reserve": _SHARE}
 ARGUMENTS: dict[str, dict[str, Number | Switch]] = {
     "distillation": {"reward_weight": Number()},
     "gae": _CRITIC,
@@ -65,12 +66,20 @@ ARGUMENTS: dict[str, dict[str, Number | Switch]] = {
     },
     "clip_cov": {"share": _SHARE, "least": Number(-math.inf), "most": Number(-math.inf)},
     "kl_cov": {"share": _SHARE, "coefficient": Number()},
+    "cmlfq": _COST_RULE,
+    "oracle": _COST_RULE,
+    "clairvoyant": {"reserve": _SHARE},
+    "cmlfq_authors": {"max_residents": Number(whole=True)},
+    "heddle": {"preempt_ratio": Number(1.0)},
+    "length_predictor": {"sigma": Number()},
+    "mlfq": {"quantum": Number(whole=True)},
+    "sticky": {"threshold": Number()},
 }
-"""Of each built-in function with arguments. Others take none."""
+"""Of each built-in function and policy with arguments. Others take none. Their signatures have the defaults."""
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any], field_name: str) -> None:
-    """Raises ConfigError unless a built-in function takes the arguments. Those of a user's function are not known."""
+    """Raises ConfigError unless a built-in function or policy takes the arguments. Those of users' are not known."""
     if ":" in name:
         return
     known = ARGUMENTS.get(name, {})

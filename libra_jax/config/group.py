@@ -55,10 +55,24 @@ class RemovedSetting:
     accepted: tuple[Any, ...] | None = None
 
 
+def _policy_argument(policy: str, name: str, value: float, default: float | tuple[int, ...]) -> RemovedSetting:
+    """Returns a setting that is an argument of a scheduling policy now, with an example and its former default."""
+    accepted = (default, list(default)) if isinstance(default, tuple) else (default,)
+    return RemovedSetting(f'{policy} takes it as scheduler.arguments, e.g. {{"{name}": {value}}}', accepted)
+
+
 REMOVED = {
     "rollout.kv_transfer": RemovedSetting("the instance that a request moves to prefills its context", ("none",)),
     "scheduler.costs.transfer_tokens_per_second": RemovedSetting("a move costs a prefill of the context"),
     "reward.cache_entries": RemovedSetting("every rollout is scored; a slow function can keep its own values"),
+    "scheduler.max_residents": _policy_argument("cmlfq_authors", "max_residents", 64, 0),
+    "scheduler.move_margin": _policy_argument("cmlfq", "move_margin", 1.0, 8.0),
+    "scheduler.predictor_sigma": _policy_argument("length_predictor", "sigma", 1.0, 0.5),
+    "scheduler.preempt_ratio": _policy_argument("heddle", "preempt_ratio", 2.0, 1.0),
+    "scheduler.quanta": _policy_argument("mlfq", "quantum", 250, ()),
+    "scheduler.reserve": _policy_argument("cmlfq", "reserve", 0.0, 0.1),
+    "scheduler.sticky_threshold": _policy_argument("sticky", "threshold", 0.2, 0.1),
+    "scheduler.tail_power": _policy_argument("cmlfq", "tail_power", 1.0, 4.0),
 }
 """Settings that were removed, by their former name."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from libra_jax.config.arguments import check_arguments
 from libra_jax.config.checks import check, check_choice, check_temperature
 from libra_jax.config.engine_arguments import FIELD, check_engine_arguments
 from libra_jax.config.group import group
@@ -171,6 +172,8 @@ class SchedulerConfig:
     # Policy: cmlfq, cmlfq_paper (as published), cmlfq_authors (as their code applies it), round_robin, least_loaded,
     # sticky, sticky_cache, mlfq, length_predictor, heddle; oracle and clairvoyant know every length, in simulations.
     policy: str = "cmlfq"
+    # Arguments of the policy (docs/concepts/cmlfq.md), such as {"move_margin": 1.0} of cmlfq.
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     max_remaining_tokens: tuple[
         int, ...
     ] = ()  # upper bounds of the buckets in tokens, one for each tensor-parallel degree but the largest
@@ -188,54 +191,29 @@ class SchedulerConfig:
     # and is compared with siblings' segments of its number; independent: a request that has nothing to do with others.
     segments: str = "related"
     prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence
-    # cmlfq: cost of a move, as a multiple of its seconds; above 1, as loads even out before the move has paid off.
-    move_margin: float = 8.0
-    # cmlfq: exponent of the time to finish in the cost; 1 is mean latency, more weighs the tail.
-    tail_power: float = 4.0
     # Which instance with a free slot takes a new request. slots: any; cache: one whose KV cache has room for it beside
     # those that it serves; auto: cache for cmlfq, sticky_cache, oracle and clairvoyant, slots for the others.
     admission: str = "auto"
     cache_share: float = 0.9  # admission by cache: share of an instance's KV cache that its requests may fill
-    max_residents: int = 0  # most live requests of an instance, those whose tools run included; 0: no limit
-    reserve: float = 0.1  # cmlfq: share of a bucket's slots that stay free of requests from narrower buckets
-    sticky_threshold: float = 0.1  # sticky: excess share of slots in use that makes a request leave its cache
-    quanta: tuple[
-        int, ...
-    ] = ()  # mlfq: tokens that each level but the last serves a request; empty: max_remaining_tokens
-    predictor_sigma: float = 0.5  # length_predictor: standard deviation of the log of predicted / true length
-    preempt_ratio: float = 1.0  # heddle: ratio of predicted lengths at which a waiting request displaces a running one
     costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
         check_choice(self.policy, POLICIES, "scheduler.policy")
+        check_arguments(self.policy, self.arguments, "scheduler.arguments")
         check_choice(self.ordering, ORDERINGS, "scheduler.ordering")
         check_choice(self.evidence, ("causes", "blind", "mean"), "scheduler.evidence")
         check_choice(self.segments, ("related", "independent"), "scheduler.segments")
-        for name in ("max_remaining_tokens", "quanta"):
-            bounds = getattr(self, name)
-            check(all(bound > 0 for bound in bounds), f"scheduler.{name}", f"must be positive, not {bounds}")
         bounds = self.max_remaining_tokens
+        check(all(bound > 0 for bound in bounds), "scheduler.max_remaining_tokens", f"must be positive, not {bounds}")
         check(
             list(bounds) == sorted(set(bounds)),
             "scheduler.max_remaining_tokens",
             f"must ascend from the narrowest bucket to the widest, not {bounds}",
         )
-        check(
-            not self.quanta or len(self.quanta) == len(bounds),
-            "scheduler.quanta",
-            f"needs one entry for each of scheduler.max_remaining_tokens ({len(bounds)}), not {len(self.quanta)}",
-        )
         for name in ("window", "tree_nodes", "path_depth", "half_life", "prior_count", "ageing_seconds"):
             check(getattr(self, name) > 0, f"scheduler.{name}", f"must be positive, not {getattr(self, name)}")
-        check(self.tail_power >= 1, "scheduler.tail_power", f"must be 1 or more, not {self.tail_power}")
-        check(self.move_margin >= 1, "scheduler.move_margin", f"must be 1 or more, not {self.move_margin}")
         check_choice(self.admission, ("auto", "slots", "cache"), "scheduler.admission")
         check(self.cache_share > 0, "scheduler.cache_share", f"must be positive, not {self.cache_share}")
-        check(self.max_residents >= 0, "scheduler.max_residents", f"must not be negative, not {self.max_residents}")
-        check(0 <= self.reserve < 1, "scheduler.reserve", f"must lie in [0, 1), not {self.reserve}")
-        check(self.sticky_threshold >= 0, "scheduler.sticky_threshold", "must not be negative")
-        check(self.predictor_sigma >= 0, "scheduler.predictor_sigma", "must not be negative")
-        check(self.preempt_ratio >= 1, "scheduler.preempt_ratio", f"must be 1 or more, not {self.preempt_ratio}")
 
 
 def slots_by_degree(degrees: Sequence[int], slots: Sequence[int]) -> dict[int, int]:

@@ -6,7 +6,7 @@ charges a request that needs an instance, for the instance that holds its contex
   E[(elapsed + wait + move + R s(n + 1)) ^ p]  +  what its presence adds to the same sum over the n requests there.
 
 R is its remaining tokens (a distribution), s(n) the seconds a token takes with n requests decoding, p
-`scheduler.tail_power`. The request goes to the cheapest bucket. With p > 1 a long request is worth more speed than a
+the argument `tail_power`. The request goes to the cheapest bucket. With p > 1 a long request is worth more speed than a
 short one. A short one keeps off an instance where long ones decode, although it would finish sooner there: wide
 instances serve the tail, and nothing else while the tail needs them. If no slot is free, a request waits for the
 instance that holds its context: pricing the wait for the other buckets as well was tried and gained nothing.
@@ -24,7 +24,7 @@ waits or decodes, those of its rollout that are away are no residents. They deco
 never, after a summary. A segment that comes back is priced like a new request, whose context lies where it was served.
 
 Free slots whose own queue is empty serve other requests: those of the nearest bucket, then those of the most crowded
-instance. There are two exceptions, each bounded by `scheduler.ageing_seconds`. The last `scheduler.reserve` of a
+instance. There are two exceptions, each bounded by `scheduler.ageing_seconds`. The last `reserve` of a
 bucket's slots are kept from narrower work. And a request waits on for a wider bucket while that costs it less than a
 turn at the narrower pace.
 """
@@ -56,6 +56,9 @@ class Cmlfq(residents.ResidentScheduler):
     Args:
       costs: costs of decoding and moving.
       kinds: kinds of the layout's instances, if they are known.
+      tail_power: exponent of the time to finish in the cost; 1 is mean latency, more weighs the tail.
+      move_margin: cost of a move, as a multiple of its seconds; above 1, as loads even out before it has paid off.
+      reserve: share of a bucket's slots that stay free of requests from narrower buckets.
     """
 
     by_length = True
@@ -68,7 +71,14 @@ class Cmlfq(residents.ResidentScheduler):
     """Probability mass of each point of what `expect` returns."""
 
     def __init__(
-        self, config: config_lib.SchedulerConfig, costs: cost_model.Costs, *, kinds: Sequence[protocols.Kind] = ()
+        self,
+        config: config_lib.SchedulerConfig,
+        costs: cost_model.Costs,
+        *,
+        kinds: Sequence[protocols.Kind] = (),
+        tail_power: float = 4.0,
+        move_margin: float = 8.0,
+        reserve: float = 0.1,
     ) -> None:
         self.evidence = evidence.Evidence(config)
         self.rates = cost_model.Rates(costs)
@@ -83,7 +93,9 @@ class Cmlfq(residents.ResidentScheduler):
         self._turn_tokens = 256.0  # mean tokens of a turn
         self._reading = 0.0  # tokens read for each generated one, mean of finished requests
         self._urgency = 0.0  # of the request that `_cost` priced last
-        self._power = config.tail_power
+        self._power = tail_power
+        self._move_margin = move_margin
+        self._reserve = reserve
 
     def expect(self, request: requests.Request) -> prefix_tree.Sketch:
         """Returns the distribution of the tokens still to be generated: a number for each of `masses`."""
@@ -161,13 +173,13 @@ class Cmlfq(residents.ResidentScheduler):
         """Returns whether waiting costs the request more than a turn at this bucket's pace, and the move there."""
         level_bucket, target = self.buckets[request.level], request.target
         # The reserve: a short request in the last slots would make the next long one wait.
-        if level_bucket.level < bucket.level and bucket.free <= self.config.reserve * bucket.slots:
+        if level_bucket.level < bucket.level and bucket.free <= self._reserve * bucket.slots:
             return False
         server = bucket.least_busy()
         if not self.admits(request, server):
             return False
         context = cost_model.rounded(request.inherited or request.context_tokens)
-        move = self.config.move_margin * self.rates.move(request.context_at, server.instance, context)
+        move = self._move_margin * self.rates.move(request.context_at, server.instance, context)
         here = self._pace(server, server.residents + 1, request.context_tokens)
         if target is not None:
             waited_for, queue, count = target, target.queue.size, target.instance.slots
@@ -291,7 +303,7 @@ class Cmlfq(residents.ResidentScheduler):
         moved = cost_model.rounded(request.inherited or context)
         seconds_to_move = self.rates.move(request.context_at, server.instance, moved)
         # A move costs several times its seconds: loads even out by themselves before it has paid off.
-        move = self.config.move_margin * seconds_to_move
+        move = self._move_margin * seconds_to_move
         if server.read:
             pace += self._more_read(request) * server.read
             move += request.unread * server.read

@@ -35,31 +35,32 @@ def create(
         levels.check(config.max_remaining_tokens, kinds)
     if costs is None:
         costs = cost_model.LinearCosts(config.costs)
+    arguments = config.arguments
     # No default but the last case: config has checked that the policy is one of `POLICIES`. Policies with a single
     # bucket need no kinds.
     match config.policy:
         case "cmlfq":
-            return cmlfq.Cmlfq(config, costs, kinds=kinds)
+            return cmlfq.Cmlfq(config, costs, kinds=kinds, **arguments)
         case "cmlfq_paper":
             return cmlfq.CmlfqPaper(config, kinds=kinds)
         case "cmlfq_authors":
-            return authors.CmlfqAuthors(config, kinds=kinds)
+            return authors.CmlfqAuthors(config, kinds=kinds, **arguments)
         case "round_robin":
             return baselines.RoundRobin(config)
         case "sticky":
-            return baselines.Sticky(config)
+            return baselines.Sticky(config, **arguments)
         case "sticky_cache":
             return baselines.StickyCache(config)
         case "mlfq":
-            return baselines.Mlfq(config, kinds=kinds)
+            return baselines.Mlfq(config, kinds=kinds, **arguments)
         case "heddle":
-            return heddle.Heddle(config, costs)
+            return heddle.Heddle(config, costs, **arguments)
         case "length_predictor" if remaining is not None:
-            return known_lengths.LengthPredictor(config, remaining, seed=seed, kinds=kinds)
+            return known_lengths.LengthPredictor(config, remaining, seed=seed, kinds=kinds, **arguments)
         case "oracle" if remaining is not None:
-            return known_lengths.Oracle(config, costs, remaining, kinds=kinds)
+            return known_lengths.Oracle(config, costs, remaining, kinds=kinds, **arguments)
         case "clairvoyant" if remaining is not None:
-            return known_lengths.Clairvoyant(config, costs, remaining, kinds=kinds)
+            return known_lengths.Clairvoyant(config, costs, remaining, kinds=kinds, **arguments)
         case "length_predictor" | "oracle" | "clairvoyant":
             raise protocols.ConfigError(
                 f"config.scheduler.policy: {config.policy!r} needs the true lengths, which only launch/simulate.py "

@@ -7,12 +7,10 @@ has room for a new resident:
 - `cache`: one whose key-value cache is expected to hold it beside its residents. What does not fit is evicted while
   tools run and prefilled again at each turn, which costs more than waiting. Each request counts with its context and
   half of what it has yet to grow, since requests are at all stages.
-`scheduler.max_residents` limits the residents of an instance, as some published systems do.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from libra_jax import config as config_lib
@@ -32,11 +30,6 @@ def filled(server: buckets.Server) -> float:
     of unknown size."""
     room = server.instance.cache_tokens
     return server.footprint / room if room else buckets.share_in_use(server)
-
-
-def _limited(busy: Callable[[buckets.Server], float], max_residents: int) -> Callable[[buckets.Server], float]:
-    """Returns `busy` with instances at the limit of residents last."""
-    return lambda server: math.inf if server.residents >= max_residents else busy(server)
 
 
 class ResidentScheduler(slots.SlotScheduler):
@@ -66,22 +59,18 @@ class ResidentScheduler(slots.SlotScheduler):
         config = config or config_lib.SchedulerConfig()
         by_cache = self.by_cache if config.admission == "auto" else config.admission == "cache"
         self._room_share = config.cache_share if by_cache else 0.0
-        self.accounts = by_cache or config.max_residents > 0 or self.counts_residents
+        self.accounts = by_cache or self.counts_residents
         self._final_context = 0.0  # mean context of finished requests; 0 before the first
         self._growth = GROWTH
         if busy is None:
             busy = filled if by_cache else buckets.share_in_use
-        if config.max_residents:
-            busy = _limited(busy, config.max_residents)
         super().__init__(config, order=order, kinds=kinds, learner=learner, busy=busy)
 
     def admits(self, request: requests.Request, server: buckets.Server) -> bool:
         # A resident is counted already. An empty instance takes any request, or one larger than its cache never ran.
         if request.home is server or not server.residents:
             return True
-        limit, room = self.config.max_residents, self._room_share * server.instance.cache_tokens
-        if limit and server.residents >= limit:
-            return False
+        room = self._room_share * server.instance.cache_tokens
         return not room or server.footprint + self.footprint(request) <= room
 
     def footprint(self, request: requests.Request) -> float:

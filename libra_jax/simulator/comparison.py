@@ -94,26 +94,31 @@ def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRu
     """Returns the same run under another policy.
 
     Args:
-      policy: name of the policy, and fields that it changes: "sticky:admission=cache+coordinator.max_concurrent=512". A
-        field without a group is one of `scheduler`.
+      policy: name of the policy, and arguments and fields that it changes:
+        "sticky:threshold=0.2+coordinator.max_concurrent=512". A field without a group is one of `scheduler`. The run's
+        own arguments are those of its own policy.
 
     Raises:
       ConfigError: there is no such policy or field, or a value cannot be used; the message names the field.
     """
     name, _, changes = policy.partition(":")
     config_lib.check_choice(name, config_lib.POLICIES, "scheduler.policy")
+    arguments = dict(run.scheduler.arguments) if name == run.scheduler.policy else {}
     if not changes:
-        return dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, policy=name))
+        return dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, policy=name, arguments=arguments))
     values = config_lib.to_dict(run)
-    values["scheduler"]["policy"] = name
+    values["scheduler"] |= {"policy": name, "arguments": arguments}
     for change in changes.split("+"):
         field, equals, text = change.partition("=")
         *groups, leaf = field.split(".") if "." in field else ("scheduler", field)
+        if field in config_lib.ARGUMENTS.get(name, {}):
+            groups = ["scheduler", "arguments"]
         at: Any = values
         for group in groups:
             at = at.get(group)
             at = at if isinstance(at, dict) else {}
-        if not equals or leaf not in at or (at is values["scheduler"] and leaf == "policy"):
+        known = at is arguments or leaf in at
+        if not equals or not known or (at is values["scheduler"] and leaf == "policy"):
             raise protocols.ConfigError(
                 f"policy {policy!r}: {change!r} changes no field; write FIELD=VALUE, where FIELD is one of scheduler's "
                 "or has its group before it, as in coordinator.max_concurrent=512"

@@ -18,7 +18,7 @@ SHORT, LONG = (protocols.CausalState("bash", 10, status) for status in ("success
 
 
 def made(most: int = 0, instances=(NARROW, OTHER, WIDE)):
-    scheduler = create("cmlfq_authors", (1_000,), max_residents=most)
+    scheduler = create("cmlfq_authors", (1_000,), arguments={"max_residents": most})
     scheduler.on_instance_change(list(instances), 0.0)
     return scheduler
 

@@ -38,15 +38,6 @@ def test_as_published_they_admit_by_slots(policy):
     assert all(arrive(scheduler, name) for name in "abcdefgh")
 
 
-@pytest.mark.parametrize("policy", ANY_BUT_AUTHORS)
-def test_a_limit_on_live_requests_holds_while_tools_run(policy):
-    scheduler = create(policy, (), max_residents=2)
-    scheduler.on_instance_change([LARGE], 0.0)
-    assert [bool(arrive(scheduler, name, 10)) for name in "abc"] == [True, True, False]
-    assert scheduler.on_tool_call("a", 5, 1.0) == []
-    assert places(scheduler.on_finish("b", 5, 2.0)) == [("c", "l")]
-
-
 def test_sticky_cache_begins_where_there_is_most_room_and_stays():
     scheduler = create("sticky_cache", ())
     scheduler.on_instance_change([SMALL, LARGE], 0.0)
@@ -131,17 +122,6 @@ def test_requests_go_on_turn_by_turn_though_no_cache_has_room_for_two():
 def test_an_unknown_admission_is_refused():
     with pytest.raises(protocols.ConfigError, match=r"scheduler\.admission: 'cach' is not one of .*'cache'"):
         config_lib.SchedulerConfig(admission="cach")
-    with pytest.raises(protocols.ConfigError, match=r"scheduler\.max_residents: must not be negative"):
-        config_lib.SchedulerConfig(max_residents=-1)
-
-
-def test_an_instance_at_its_limit_does_not_hide_another_one_with_room():
-    scheduler = create("least_loaded", (), max_residents=2)
-    scheduler.on_instance_change([LARGE, SMALL], 0.0)
-    placed = {name: arrive(scheduler, name, 10)[0] for name in "abc"}
-    for name in (name for name, instance in placed.items() if list(placed.values()).count(instance) == 2):
-        scheduler.on_tool_call(name, 5, 1.0)
-    assert arrive(scheduler, "d", 10), "the instance with the fewest decoding requests is full of those whose tools run"
 
 
 @pytest.mark.parametrize("policy", ["sticky_cache", "clairvoyant"])

@@ -133,7 +133,7 @@ def test_who_has_waited_for_the_ageing_bound_goes_first():
 
 
 def test_a_move_says_that_the_request_had_waited_too_long():
-    scheduler = create("sticky", (), sticky_threshold=1e9)
+    scheduler = create("sticky", (), arguments={"threshold": 1e9})
     scheduler.on_instance_change([protocols.Instance("a", 1, 1), protocols.Instance("b", 1, 1)], 0.0)
     assert arrive_at(scheduler, 2) == ["a", "b"]
     scheduler.on_tool_call("r0", 5, 0.0)
@@ -253,3 +253,14 @@ def test_bounds_that_do_not_fit_the_degrees_are_refused():
     with pytest.raises(protocols.ConfigError, match="must ascend"):
         config_lib.SchedulerConfig(max_remaining_tokens=(200, 100))
     levels.check((), ((1, ""), (2, ""), (4, "")))
+
+
+@pytest.mark.parametrize("policy", config_lib.POLICIES)
+def test_each_argument_of_a_policy_is_declared_with_its_range(policy):
+    arguments = config_lib.ARGUMENTS.get(policy, {})
+    create(policy, arguments=dict.fromkeys(arguments, 1))
+    for name in arguments:
+        with pytest.raises(protocols.ConfigError, match=rf"scheduler\.arguments: {name} must be .* not -1"):
+            create(policy, arguments={name: -1})
+    with pytest.raises(protocols.ConfigError, match=rf"scheduler\.arguments: {policy} takes no argument 'hurry'"):
+        create(policy, arguments={"hurry": 1})

@@ -108,6 +108,8 @@ def test_each_coefficient_is_moved_down_and_up_by_three_tenths_and_reported():
         ("sticky:admision=cache", "'admision=cache' changes no field; write FIELD=VALUE"),
         ("sticky:admission", "'admission' changes no field"),
         ("sticky:policy=cmlfq", "'policy=cmlfq' changes no field"),
+        ("sticky:quantum=9", "'quantum=9' changes no field"),
+        ("sticky:threshold=-1", "scheduler.arguments: threshold must be a number of at least 0, not -1"),
         ("sticky:admission=cach", "scheduler.admission: 'cach' is not one of"),
         ("sticky:rollout.nothing.more=3", "changes no field"),
     ],
@@ -118,6 +120,9 @@ def test_a_policy_with_a_wrong_change_is_refused_by_name(policy, said):
 
 
 def test_a_policy_may_change_fields_of_its_own_and_of_other_groups():
-    made = comparison.with_policy(small_run(), "sticky:admission=cache+coordinator.max_concurrent=7+ageing_seconds=5.5")
+    changes = "admission=cache+coordinator.max_concurrent=7+ageing_seconds=5.5+threshold=0.3"
+    made = comparison.with_policy(small_run(), f"sticky:{changes}")
     assert (made.scheduler.policy, made.scheduler.admission, made.scheduler.ageing_seconds) == ("sticky", "cache", 5.5)
-    assert made.coordinator.max_concurrent == 7
+    assert (made.coordinator.max_concurrent, made.scheduler.arguments) == (7, {"threshold": 0.3})
+    assert comparison.with_policy(made, "sticky:segments=related").scheduler.arguments == {"threshold": 0.3}
+    assert comparison.with_policy(made, "cmlfq").scheduler.arguments == {}

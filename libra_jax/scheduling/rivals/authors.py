@@ -1,7 +1,7 @@
 """C-MLFQ as its authors' code applies it (github.com/NetX-lab/Libra, commit c51bf84).
 
 - A request starts in the first bucket. It goes to the instance of the bucket with the fewest live requests, if that
-  has fewer than `scheduler.max_residents`. Otherwise it goes to such an instance of another bucket, and otherwise to
+  has fewer than `max_residents`. Otherwise it goes to such an instance of another bucket, and otherwise to
   the instance with the fewest live requests of all. Tools do not interrupt a life. So the limit sends requests
   elsewhere and never makes one wait.
 - Every turn goes to the request's instance, at any load. There it waits for a slot, first come, first served.
@@ -171,15 +171,19 @@ class CmlfqAuthors(residents.ResidentScheduler):
     """See the module.
 
     Args:
-      config: `max_residents` and `max_remaining_tokens` apply here.
+      config: `max_remaining_tokens` applies here.
       kinds: kinds of the layout's instances, if they are known.
+      max_residents: live requests at which an instance is full, those whose tools run included; 0: no limit.
     """
 
     by_length = True
     counts_residents = True
 
-    def __init__(self, config: config_lib.SchedulerConfig, *, kinds: Sequence[protocols.Kind] = ()) -> None:
+    def __init__(
+        self, config: config_lib.SchedulerConfig, *, kinds: Sequence[protocols.Kind] = (), max_residents: int = 0
+    ) -> None:
         self.statistics = Statistics()
+        self._max_residents = max_residents
         super().__init__(config, kinds=kinds, learner=self.statistics)
 
     def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
@@ -201,12 +205,11 @@ class CmlfqAuthors(residents.ResidentScheduler):
         return level
 
     def admits(self, request: requests.Request, server: buckets.Server) -> bool:
-        # The limit is kept in `route`, where it never makes a request wait.
-        return True
+        return True  # under any admission: the limit of residents, which `route` keeps, is its own
 
     def _least_live(self, level: int) -> buckets.Server | None:
         """Returns the instance that a request meant for a bucket goes to; None without instances."""
-        limit = self.config.max_residents
+        limit = self._max_residents
         other_buckets = [bucket for bucket in self.buckets if bucket.level != level]
         for bucket in [self.buckets[level], *other_buckets]:
             roomy = [server for server in bucket.servers if not limit or server.residents < limit]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.scheduling import buckets, requests, residents
 
@@ -47,26 +48,33 @@ class RoundRobin(residents.ResidentScheduler):
 class Sticky(residents.ResidentScheduler):
     """Sends a request back to the instance that holds its cache, unless that one is much busier than another.
 
-    A request gives its cache up when its instance's share of slots exceeds the least busy one's by
-    `scheduler.sticky_threshold`; requests that wait for an instance count as its load. So a slot may idle while
+    A request gives its cache up when its instance's share of slots exceeds the least busy one's by the threshold;
+    requests that wait for an instance count as its load. So a slot may idle while
     requests wait for their caches, up to the threshold, and none waits longer than `scheduler.ageing_seconds` for a
     free one. A new segment is sent to its parent's cache if that holds half of its context and no instance is
     less busy.
+
+    Args:
+      threshold: excess share of slots in use that makes a request leave its cache.
     """
+
+    def __init__(self, config: config_lib.SchedulerConfig | None = None, *, threshold: float = 0.1) -> None:
+        super().__init__(config)
+        self._threshold = threshold
 
     def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         home = self.servers.get(request.context_at)
         request.remaining = float(request.generated_tokens)
         # A parent's cache is followed for most of the context alone, and while no instance is less busy: to follow it
         # at any price crowds a rollout's segments on one instance, and is slower.
-        allowed = 0.0 if request.inherited else self.config.sticky_threshold
+        allowed = 0.0 if request.inherited else self._threshold
         if home is not None and (0 < 2 * request.inherited < request.context_tokens or self._excess(home) > allowed):
             home = None
         request.target = home
         return 0
 
     def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
-        return request.target is None or self._excess(request.target) > self.config.sticky_threshold
+        return request.target is None or self._excess(request.target) > self._threshold
 
     def _excess(self, home: buckets.Server) -> float:
         """Returns how much busier the instance is than the least busy one, in shares of their slots."""
@@ -97,13 +105,27 @@ class StickyCache(residents.ResidentScheduler):
 class Mlfq(residents.ResidentScheduler):
     """The classic multi-level feedback queue (Corbato, Daggett and Daley, 1962), with buckets for processor queues.
 
-    The top level is the narrowest bucket. A level's quantum is `scheduler.quanta`, or its bucket's bound. A request
+    The top level is the narrowest bucket. A level's quantum is the argument, or its bucket's bound. A request
     that has used up its quantum is demoted to the next level at that point: it moves at once, or, if that bucket is
     full, gives its place up and waits. Until then it stays with the instance that holds its context. So a slot may idle
     while requests wait for another, but none waits longer than `scheduler.ageing_seconds` for a free one.
+
+    Args:
+      kinds: kinds of the layout's instances, if they are known.
+      quantum: tokens that each level but the last serves a request; 0: its bucket's bound.
     """
 
     by_length = True
+
+    def __init__(
+        self,
+        config: config_lib.SchedulerConfig | None = None,
+        *,
+        kinds: Sequence[protocols.Kind] = (),
+        quantum: int = 0,
+    ) -> None:
+        super().__init__(config, kinds=kinds)
+        self._quantum = quantum
 
     def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         request.remaining = float(request.generated_tokens)
@@ -138,9 +160,8 @@ class Mlfq(residents.ResidentScheduler):
         level = request.level
         if level >= len(self.buckets) - 1:
             return False
-        # A user's quanta hold for any layout; bounds follow the plan, so they are read at each decision.
-        quanta = self.config.quanta or self.levels.bounds
-        if generated_tokens - request.mark < quanta[min(level, len(quanta) - 1)]:
+        # A user's quantum holds for any layout; bounds follow the plan, so they are read at each decision.
+        if generated_tokens - request.mark < (self._quantum or self.levels.bounds[level]):
             return False
         # One level at a time, as in the classic queue, no matter how far the request has outrun its quantum.
         request.level += 1

@@ -3,7 +3,7 @@
 - A request's priority is its predicted remaining length, the longest first, predicted again at each tool return
   (section 4). The predictions are those of `evidence`, so that what is compared is the scheduling.
 - If no slot is free, a waiting request takes the place of the shortest one that decodes on its instance, if that one
-  is predicted `scheduler.preempt_ratio` times shorter (algorithm 1; the published ratio is 1). One at an event.
+  is predicted `preempt_ratio` times shorter (algorithm 1; the published ratio is 1). One at an event.
 - Placement (section 5.2): live requests, sorted by predicted length, are cut into consecutive runs, one an instance,
   the longest on the widest. Dynamic programming finds the cuts that minimise the largest run time, interference
   included.
@@ -40,16 +40,20 @@ class Heddle(residents.ResidentScheduler):
     """See the module.
 
     Args:
-      config: `preempt_ratio`, and what `evidence.Evidence` takes.
+      config: what `evidence.Evidence` takes applies here.
       costs: costs of decoding.
+      preempt_ratio: ratio of predicted lengths at which a waiting request displaces a running one.
     """
 
     predicts = True
 
-    def __init__(self, config: config_lib.SchedulerConfig, costs: cost_model.Costs) -> None:
+    def __init__(
+        self, config: config_lib.SchedulerConfig, costs: cost_model.Costs, *, preempt_ratio: float = 1.0
+    ) -> None:
         self.evidence = evidence.Evidence(config)
         super().__init__(config, order="longest_first", learner=self.evidence)
         self.rates = cost_model.Rates(costs)
+        self._preempt_ratio = preempt_ratio
         self._ranks: list[tuple[float, str]] = []  # (minus the predicted length, request id) of the live requests
         self._version = -1
         self._runs: list[buckets.Server] = []  # instances that serve a run, the longest lengths first
@@ -90,7 +94,7 @@ class Heddle(residents.ResidentScheduler):
             longest = first[-1]
             shortest = min(server.decoding, key=lambda item: (item.remaining, -item.ticket))
             # An aged request keeps its place: it was placed because it had waited long enough.
-            longer = longest.remaining > self.config.preempt_ratio * shortest.remaining
+            longer = longest.remaining > self._preempt_ratio * shortest.remaining
             if longer and not shortest.aged and self.admits(longest, server):
                 shortest.target = server  # it holds the context
                 placements.append(self.displace(shortest, 0, now, protocols.MoveReason.PREEMPTED))

@@ -26,10 +26,11 @@ class LengthPredictor(residents.ResidentScheduler):
     It stands for any model that predicts lengths from prompts. Slots that would idle serve the other buckets' requests.
 
     Args:
-      config: `predictor_sigma` is the standard deviation of the logarithm of the error.
+      config: `max_remaining_tokens` applies here.
       remaining: true remaining tokens.
       seed: seed of the errors; a request's error depends on its id and the seed alone.
       kinds: kinds of the layout's instances, if they are known.
+      sigma: standard deviation of the logarithm of the error.
     """
 
     by_length = True
@@ -42,13 +43,15 @@ class LengthPredictor(residents.ResidentScheduler):
         *,
         seed: int = 0,
         kinds: Sequence[protocols.Kind] = (),
+        sigma: float = 0.5,
     ) -> None:
         super().__init__(config, kinds=kinds)
         self._truth = remaining
         self._seed = seed
+        self._sigma = sigma
 
     def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
-        error = _prediction_error(self._seed, request.request_id, self.config.predictor_sigma)
+        error = _prediction_error(self._seed, request.request_id, self._sigma)
         request.remaining = self._truth(request.request_id) * error
         level = self.levels.of_length(request.remaining)
         request.target = self.home(request, level)
@@ -83,6 +86,7 @@ class Clairvoyant(residents.ResidentScheduler):
       costs: costs of decoding.
       remaining: true remaining tokens.
       kinds: kinds of the layout's instances, if they are known.
+      reserve: share of a bucket's slots that stay free of requests from narrower buckets.
     """
 
     by_length = True
@@ -97,9 +101,11 @@ class Clairvoyant(residents.ResidentScheduler):
         remaining: Remaining,
         *,
         kinds: Sequence[protocols.Kind] = (),
+        reserve: float = 0.1,
     ) -> None:
         super().__init__(config, order="oldest_longest_first", kinds=kinds)
         self._truth = remaining
+        self._reserve = reserve
         self._rates = cost_model.Rates(costs)
         self._bounds: list[float] | None = None  # longest request of each level but the widest; None: not drawn
         self._changes = 0
@@ -134,7 +140,7 @@ class Clairvoyant(residents.ResidentScheduler):
         return (
             request.home is None
             and bucket.level > request.level
-            and bucket.free > self.config.reserve * bucket.slots
+            and bucket.free > self._reserve * bucket.slots
             and not any(wider.queue.size for wider in self.buckets[bucket.level :])
         )
 
@@ -196,6 +202,7 @@ class Oracle(cmlfq.Cmlfq):
       costs: costs of decoding and moving.
       remaining: true remaining tokens.
       kinds: kinds of the layout's instances, if they are known.
+      arguments: those of `cmlfq.Cmlfq`.
     """
 
     masses: tuple[float, ...] = (1.0,)
@@ -207,8 +214,9 @@ class Oracle(cmlfq.Cmlfq):
         remaining: Remaining,
         *,
         kinds: Sequence[protocols.Kind] = (),
+        **arguments: float,
     ) -> None:
-        super().__init__(config, costs, kinds=kinds)
+        super().__init__(config, costs, kinds=kinds, **arguments)
         self._truth = remaining
 
     def expect(self, request: requests.Request) -> prefix_tree.Sketch:
