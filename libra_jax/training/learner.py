@@ -1,4 +1,4 @@
-"""One process's learner: the host loop of a step and its updates.
+"""One process's learner: its train state, and the host loop of a step and its updates.
 
 Thread-safety: none; one thread makes and uses a learner (JAX's mesh contexts are thread-local).
 """
@@ -6,9 +6,11 @@ Thread-safety: none; one thread makes and uses a learner (JAX's mesh contexts ar
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +18,13 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.algorithms import batch_statistics, objective
+from libra_jax.algorithms import batch_statistics, estimators
 from libra_jax.data import packing, world
+from libra_jax.data import sequences as sequences_lib
 from libra_jax.models import config as model_config
 from libra_jax.models import sharding
 from libra_jax.models.adapters import lora
-from libra_jax.training import model_state, step, updates
+from libra_jax.training import background, model_programs, step, token_statistics, updates
 from libra_jax.training import state as state_lib
 
 AHEAD = 4
@@ -33,10 +36,19 @@ Rest = Callable[[float], Iterable["range | step.Received"]]
 micro-batches to compute here after all, or their sums."""
 
 
-class Learner(model_state.ModelState):
-    """Takes steps on packed micro-batches. Without a state, it only sums gradients for given parameters (`sums`).
+class Learner:
+    """A model that is trained: its train state on the mesh, its programs, its steps and its scores of a batch.
+
+    Takes steps on packed micro-batches. Without a state, it only sums gradients for given parameters (`sums`).
 
     Attributes:
+      config: the run's configuration, with this learner's mesh.
+      model: shape of the model, with the adapter that this learner trains.
+      inputs: the arrays that the programs take, and which models score a batch.
+      layout: shapes and shardings of the state.
+      state: the train state; each update consumes it and sets a new state.
+      programs: the compiled programs.
+      ahead: compiles the programs of further shapes on another thread.
       accumulator: the zeroed sums on the devices, kept from step to step; None before the first step,
         after a failed one, and after `release`.
       abort: event that any thread may set during a step of a single-process trainer. It aborts the step between two
@@ -52,14 +64,181 @@ class Learner(model_state.ModelState):
         first_update_only: bool = False,
         critic: bool = False,
     ) -> None:
-        """See `model_state.ModelState`."""
-        super().__init__(config, model, devices, first_update_only=first_update_only, critic=critic)
+        """Builds the mesh and the programs. `begin` or an assignment sets the state.
+
+        Args:
+          devices: the mesh takes the first of these devices.
+          first_update_only: the learner only sums gradients for a batch's first update, in which the policy is its own
+            proximal policy.
+          critic: the learner trains the critic of PPO (`critic`), and scores values.
+
+        Raises:
+          ConfigError: too few devices, or the model is not divisible over the mesh.
+        """
+        self.config = config
+        self.model, self.inputs, self.layout, self._transform, self.programs = model_programs.build(
+            config, model, devices, first_update_only=first_update_only, critic=critic
+        )
         self._statistics = None if critic else batch_statistics.find(config.algorithm)
+        self._met_trees = config.trainer.share_prompt
+        self._shapes = shapes = self.inputs.shapes() + (self.inputs.shapes(trees=True) if self._met_trees else [])
+        # Without a reference to this learner: a cycle would keep its state until the garbage collector runs.
+        self.ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _log_failure)
+        # By dtype. A function that is jitted again is compiled again.
+        self._merges: dict[str, Callable[[Any, Any], Any]] = {}
+        self.state: state_lib.TrainState | None = None
+        self.accumulator: state_lib.Accumulator | None = None
         # Set by the actor's event loop while another thread takes the step.
         self.abort = threading.Event()
         self._taking = 0  # the number of the present step's update, from 0
-        self.accumulator: state_lib.Accumulator | None = None
         self._begun: tuple[state_lib.Accumulator, list[step.Report]] | None = None
+
+    @property
+    def params(self) -> Any:
+        """The trained parameters: of the adapter if there is one, else of the whole policy."""
+        return self.train_state().params
+
+    @property
+    def policy(self) -> Any:
+        """All parameters of the policy: with an adapter, the frozen weights and its leaves."""
+        state = self.train_state()
+        return state.params if state.base is None else lora.join(state.base, state.params)
+
+    def merged(self, dtype: str) -> Any:
+        """Returns the policy's weights without an adapter, which is added to them, in a dtype.
+
+        With an adapter this is a second copy of the weights on the devices. Weights of norms keep their dtype.
+        """
+        state = self.train_state()
+        if state.base is None:
+            return state.params
+        if dtype not in self._merges:
+            add = functools.partial(lora.merged, config=self.model, dtype=dtype)
+            self._merges[dtype] = jax.jit(add, out_shardings=state_lib.shardings_of(self.layout.state.base))
+        return self._merges[dtype](state.base, state.params)
+
+    def frozen(self, dtype: str) -> Any:
+        """Returns a copy of the frozen weights under the adapter, in a dtype."""
+        cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(dtype))
+        return jax.jit(cast, out_shardings=state_lib.shardings_of(self.layout.state.base))(self.train_state().base)
+
+    def train_state(self) -> state_lib.TrainState:
+        """Returns `state`. Raises LibraError if there is none yet."""
+        if self.state is None:
+            raise protocols.LibraError("the trainer holds no state yet: call start first.")
+        return self.state
+
+    def begin(self, params: Any = None, base: Any = None, seed: int | None = None) -> None:
+        """Starts a fresh state, optimizer and reference model.
+
+        Args:
+          params: parameters to train; None takes the present ones, or draws a fresh adapter if `base` is given.
+          base: frozen weights under an adapter; None takes the present ones.
+          seed: seed of the state's random key and of a fresh adapter; None takes the run's.
+        """
+        seed = self.config.seed if seed is None else seed
+        if params is None:
+            params = self.params if base is None else state_lib.random_adapter(self.layout, seed)
+        if base is None and self.layout.state.base is not None:
+            base = self.train_state().base
+        reference = None
+        if self.inputs.teacher is not None:
+            places = self.layout.state.reference
+            reference = self.state and self.state.reference
+            if reference is None:
+                # Imported here, because a learner without a teacher needs no library of model files.
+                from libra_jax.models.hf import hf
+
+                path = self.config.algorithm.teacher
+                reference = hf.load(path, self.inputs.teacher, places, state_lib.shardings_of(places))
+        self.state = state_lib.begin(params, self.layout, self._transform, seed, base, reference)
+
+    def compile(
+        self, loss: str, row_tokens: int | None = None, max_sequences: int | None = None, *, sums_only: bool = False
+    ) -> None:
+        """Compiles the programs of a step before its first use.
+
+        Args:
+          loss: `step.POLICY`, `SUPERVISED` or `VALUE`.
+          row_tokens: length of the rows; None for the shortest.
+          max_sequences: sequences that a row may hold; None for the fewest of `Inputs.row_shapes`.
+          sums_only: compile only what `sums` needs.
+        """
+        batch = self.inputs.empty(loss, row_tokens, max_sequences)
+        if sums_only:
+            self.programs.program(loss, batch)
+        else:
+            self.programs.compile(loss, batch)
+
+    def expect_trees(self, micro_batch: packing.MicroBatch) -> None:
+        """Adds the programs of trees to those that `ahead` compiles, from the first micro-batch of trees on."""
+        if not self._met_trees and isinstance(micro_batch, packing.TreeMicroBatch):
+            self._met_trees = True
+            self._shapes += self.inputs.shapes(trees=True)
+
+    def reference_log_probs(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
+        """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch.
+
+        Args:
+          extras: further arrays of each micro-batch. With `routing` and `routed`, the reference takes the experts that
+            the policy takes: a mixture that takes others is another model.
+
+        Raises:
+          LibraError: the devices ran out of memory.
+          PeerLost: another process of the trainer is gone.
+        """
+        state = self.train_state()
+        reference = state.base if state.reference is None else state.reference
+        indices = range(len(packed.micro_batches))
+        if self.inputs.teacher is not None:
+            extras = [{} for _ in indices]  # its routers choose for themselves
+        with world.explaining():
+            return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
+
+    def score_norms(self, examples: Sequence[sequences_lib.Example]) -> estimators.Scores:
+        """Returns the scores of trajectories under the policy as it is now; 0 for those without a trained token.
+
+        Takes a backward pass over each trajectory, in a row of its own.
+
+        Raises:
+          LibraError: the devices ran out of memory.
+          PeerLost: another process of the trainer is gone.
+        """
+        state, scores_2xN = self.train_state(), np.zeros((2, len(examples)), np.float32)
+        packed = packing.pack(examples, dataclasses.replace(self.config.trainer, pack=False, share_prompt=False))
+        extras: Sequence[Mapping[str, Any]] = [{} for _ in packed.micro_batches]
+        if self.config.algorithm.routing_replay == "rollout":
+            extras = packed.routing(examples, self.model.routing_width, np.dtype(self.model.routing_dtype))
+        with world.explaining():
+            device_batches = (
+                self.programs.put({**vars(item), **extra})
+                for item, extra in zip(packed.micro_batches, extras, strict=True)
+            )
+            numbers = jax.device_get(
+                [self.programs.norms(state.params, arrays, state.base) for arrays in device_batches]
+            )
+        for place in packed.places:
+            scores_2xN[:, place.example] = numbers[place.micro_batch][:, place.row]
+        return estimators.Scores(np.sqrt(scores_2xN[0]), scores_2xN[1])
+
+    def _scored(
+        self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: Iterable[int]
+    ) -> Iterator[dict[str, jax.Array]]:
+        """Yields the arrays on the mesh from which a program scores each micro-batch."""
+        for index in indices:
+            routing = {name: extras[index][name] for name in ("routing", "routed") if name in extras[index]}
+            yield self.programs.put(self.inputs.arrays(packed, index, routing))
+
+    def values(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]] = ()) -> list[jax.Array]:
+        """Returns the critic's values on the mesh: one [B, T] array per micro-batch. It takes none of the `extras`."""
+        del extras
+        return self.scores(packed, [{} for _ in packed.micro_batches], range(len(packed.micro_batches)))
+
+    def scores(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: range) -> list[jax.Array]:
+        """Returns the log-probabilities of the policy as it is now, on the mesh: one [B, T] array a micro-batch."""
+        state, device_batches = self.train_state(), self._scored(packed, extras, indices)
+        with world.explaining():
+            return [self.programs.proximal(state.params, arrays, state.base) for arrays in device_batches]
 
     @property
     def has_begun(self) -> bool:
@@ -232,42 +411,15 @@ class Learner(model_state.ModelState):
     ) -> Sequence[Mapping[str, Any]]:
         """Adds the statistics of an update's trained tokens to the extras of its micro-batches."""
         assert self._statistics is not None
-        items = [packed.micro_batches[index] for index in part]
-        masks = [item.mask for item in items]
-
-        # Draws and ties go by the order of tokens, so it is the batch's: that of a layout would change the loss.
-        order_K = packed.batch_order(part)
-
-        def trained(arrays: Iterable[Any]) -> np.ndarray:
-            of_layout = [np.asarray(array)[mask] for array, mask in zip(arrays, masks, strict=True)]
-            return np.concatenate(of_layout)[order_K]
-
-        with world.explaining(), sharding.whole(self.scores(packed, extras, part)) as full_arrays:
-            log_probs_K = trained(full_arrays)
-        if self.inputs.scores_proximal:
-            with world.explaining(), sharding.whole([extras[index]["proximal"] for index in part]) as full_arrays:
-                anchors_K = trained(full_arrays)
-        elif self.config.algorithm.objective == "decoupled":
-            anchors_K = log_probs_K  # the batch's only update: the policy is its own proximal policy
-        else:
-            anchors_K = trained(item.behaviour for item in items)
-        tokens = batch_statistics.BatchTokens(
-            log_probs_K, log_probs_K - anchors_K, trained(extras[index]["advantages"] for index in part)
-        )
-        # The same in every process, and after a restart.
         rng = np.random.default_rng([self.config.seed, int(self.train_state().step), number])
-        layout_K = np.argsort(order_K)
-        statistics = {
-            name: value[layout_K] if isinstance(value, np.ndarray) else value
-            for name, value in self._statistics(tokens, rng).items()
-        }
-        ends, added = np.cumsum([int(mask.sum()) for mask in masks]), list(extras)
-        for index, mask, end in zip(part, masks, ends, strict=True):
-            arrays = {name: np.zeros(mask.shape, np.float32) for name in statistics}
-            for name, value in statistics.items():
-                arrays[name][mask] = value[end - int(mask.sum()) : end] if isinstance(value, np.ndarray) else value
-            added[index] = {**extras[index], **{batch_statistics.PREFIX + name: a for name, a in arrays.items()}}
-        return added
+        on_mesh = [extras[index]["proximal"] for index in part] if self.inputs.scores_proximal else []
+        with world.explaining(), sharding.whole([*self.scores(packed, extras, part), *on_mesh]) as whole_arrays:
+            arrays = [np.asarray(array) for array in whole_arrays]
+            log_probs, anchors = arrays[: len(part)], arrays[len(part) :] or None
+            # Decoupled with one update a batch: the policy is its own proximal policy.
+            if anchors is None and self.config.algorithm.objective != "decoupled":
+                anchors = [packed.micro_batches[index].behaviour for index in part]
+            return token_statistics.added(self._statistics, packed, extras, part, log_probs, anchors, rng)
 
     def _update(
         self,
@@ -300,24 +452,14 @@ class Learner(model_state.ModelState):
                         accumulator = self._accumulate(
                             loss, state.params, packed, extras, item, accumulator, parts, state.base
                         )
-            learning_rate *= self._rate_scale(loss, parts)
+            if loss == step.POLICY:
+                learning_rate *= updates.rate_scale(self.config.algorithm.ess_scaling, parts)
             self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate, steps)
             # Reports come to the host once per update, because every transfer waits for the devices.
             report, parts = jax.device_get((report, parts))
         self.accumulator = accumulator
         applied = {name: float(value) for name, value in report.items()}
         return updates.Update(applied | {"learning_rate": learning_rate}, updates.combined(parts))
-
-    def _rate_scale(self, loss: str, parts: Sequence[step.Report]) -> float:
-        """Returns the factor of the learning rate that `algorithm.ess_scaling` sets for an update (VCPO, eq. 6)."""
-        rule = self.config.algorithm.ess_scaling
-        if loss != step.POLICY or rule == "off":
-            return 1.0
-        share = objective.effective_share(updates.combined(jax.device_get(list(parts)))["metrics"])
-        # Nothing trained, or weights that are not finite: the update changes nothing, or is skipped.
-        if share is None or not np.isfinite(share):
-            return 1.0
-        return share**0.5 if rule == "sqrt" else share
 
     def _accumulate(
         self,
@@ -346,3 +488,12 @@ class Learner(model_state.ModelState):
 
 
 _following = jax.jit(lambda step: step + 1)
+
+
+def _log_failure(error: Exception) -> None:
+    """Logs the error that ended the compilation ahead of the steps."""
+    logging.getLogger(__name__).warning(
+        "A program cannot be compiled ahead of the step that needs it (%s). That step compiles it, and others that are "
+        "still missing compile in their steps.",
+        str(error).strip().partition("\n")[0][:300],
+    )

@@ -16,14 +16,14 @@ import jax
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.models.adapters import peft
+from libra_jax.models.adapters import adapters, peft
 from libra_jax.models.hf import hf
 from libra_jax.training import base as base_lib
-from libra_jax.training import checkpoints
+from libra_jax.training import checkpoints, program_cache
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import state as state_lib
-from libra_jax.utils import checksums
+from libra_jax.utils import checksums, turns
 from libra_jax.weights import create as weights_create
 
 ADAPTER = "adapter"
@@ -31,6 +31,17 @@ ADAPTER = "adapter"
 
 BASE = "base"
 """Folder of the weights under the adapter in an exported policy."""
+
+
+MIB = 2**20
+
+
+def model_shape(config: config_lib.ModelConfig) -> model_config.TransformerConfig:
+    """Returns the model's shape with its adapter: from the model directory if the config names one, else the preset."""
+    if config.path:
+        checksums.check_sealed(pathlib.Path(config.path), weights=False)
+    shape = model_config.read_directory(config.path) if config.path else model_config.load_preset(config.preset)
+    return adapters.adapted(shape, config.lora)
 
 
 @dataclass
@@ -206,6 +217,37 @@ class Running:
             return self.config.model.path
         hf.save(self.learner.frozen(self.config.model.param_dtype), self.model, base)
         return str(base)
+
+
+def create(config: config_lib.RunConfig, model: model_config.TransformerConfig, host: str) -> Running:
+    """Creates the parts of a trainer, which has no state yet.
+
+    Args:
+      model: shape of the policy, with its adapter.
+      host: address of this host towards the others of the run.
+
+    Raises:
+      ConfigError: too few devices, or the model is not divisible over the mesh.
+    """
+    learner = learner_lib.Learner(config, model, jax.devices())
+    program_cache.use(config.trainer.compilation_cache, learner.layout.mesh.devices.flat[0].platform)
+    # JAX has read its environment variables: engines may start while this trainer loads and compiles.
+    turns.ending()()
+    weights = weights_create.create(
+        model,
+        config.rollout.dtype,
+        config.rollout.chunk_mib * MIB,
+        config.rollout.transport,
+        # The digest that hybrid workers send is made of the checksums, and weight relays verify chunks with them.
+        config.rollout.checksum or config.elastic.hybrid > 0 or config.cluster.accelerators_per_host > 0,
+        config.deadlines.weight_sync,
+        host,
+        adapter=model.adapter is not None and config.model.lora.sync == "adapter",
+    )
+    # The next trainer reads a snapshot once, so speed matters more than size: no compression.
+    handover = checkpoints.Checkpointer(compress=False)
+    critic = learner_lib.Learner(config, model, jax.devices(), critic=True) if config.critic.enabled else None
+    return Running(config, model, learner, weights, checkpoints.Checkpointer(), handover, critic)
 
 
 def _frozen(weights: Any, places: Any) -> Any:

@@ -20,7 +20,8 @@ from libra_jax.data import batch as batch_lib
 from libra_jax.models import config as model_config
 from libra_jax.models.adapters import lora
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import program_cache, step, trainer_life
+from libra_jax.training import program_cache, step
+from libra_jax.training import running as running_lib
 from libra_jax.training import shares as shares_lib
 from libra_jax.utils import turns
 from libra_jax.weights import gradient_channel, receiver
@@ -48,7 +49,7 @@ class TrainingSideActor:
     def __init__(self, config: config_lib.RunConfig, name: str, cores: tuple[int, ...]) -> None:
         # One data-parallel part of the trainer's mesh, in one process.
         self._config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, data=1, processes=1))
-        self._model = trainer_life.model_shape(config.model)
+        self._model = running_lib.model_shape(config.model)
         self._name = name
         self._cores = cores
         self._parts: tuple[learner_lib.Learner, receiver.Receiver] | None = None

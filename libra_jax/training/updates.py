@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 
 from libra_jax.algorithms import objective
@@ -100,3 +101,19 @@ def step_metrics(updates: Sequence[Update], *, keeps_first: bool) -> dict[str, f
         update_metrics = update.metrics()
         metrics |= {f"update/{number}/{name}": update_metrics[name] for name in OF_AN_UPDATE if name in update_metrics}
     return metrics
+
+
+def rate_scale(rule: str, parts: Sequence[step.Report]) -> float:
+    """Returns the factor of an update's learning rate (VCPO, eq. 6).
+
+    Args:
+      rule: `algorithm.ess_scaling`.
+      parts: reports of the update's micro-batches, on the devices.
+    """
+    if rule == "off":
+        return 1.0
+    share = objective.effective_share(combined(jax.device_get(list(parts)))["metrics"])
+    # Nothing trained, or weights that are not finite: the update changes nothing, or is skipped.
+    if share is None or not np.isfinite(share):
+        return 1.0
+    return share**0.5 if rule == "sqrt" else share

@@ -15,7 +15,7 @@ from libra_jax.build import wiring
 from libra_jax.chat import tokenizers
 from libra_jax.models.adapters import adapters, peft
 from libra_jax.models.hf import hf
-from libra_jax.training import trainer, trainer_life
+from libra_jax.training import running, trainer
 
 LORA = config_lib.LoraConfig(rank=2)
 
@@ -58,7 +58,7 @@ def readers(path, shape):
     with_adapter = adapters.adapted(shape, LORA)
     of_policy = config_lib.ModelConfig(path=str(path))
     small_files = [
-        lambda: trainer_life.model_shape(of_policy),
+        lambda: running.model_shape(of_policy),
         lambda: wiring.policy_shape(config_lib.RunConfig(model=of_policy), need_weights=True),
         lambda: tokenizers.load(str(path)),
         lambda: hf.load(path, shape),
