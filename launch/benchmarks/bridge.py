@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import statistics
 from multiprocessing import connection
 from typing import Any
@@ -12,9 +11,9 @@ import jax
 import numpy as np
 
 from benchmarks import workload
-from libra_jax import protocols
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
+from libra_jax.utils import processes
 from libra_jax.weights import memfd, snapshot
 
 SHAPE = dataclasses.replace(
@@ -42,30 +41,20 @@ def measure(rounds: int) -> workload.Figures:
     snapshots = snapshot.HostSnapshot(SHAPE, "float32", 256 * 2**20, checksum=False)
     source = np.ones(snapshots.nbytes // 4, np.float32)
     target = np.empty_like(source)
-    # Spawned: a fork of a process with JAX's threads may deadlock.
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    reader = context.Process(target=_read, args=(theirs,), daemon=True)
-    reader.start()
     version = 0
 
     def bridge() -> None:
         nonlocal version
         version += 1
         for index in range(snapshots.open(version, params)):
-            ours.send(snapshots.stage(version, index))
-            if not ours.poll(DEADLINE_SECONDS):
-                raise protocols.DeadlineMissed(f"the reading process {reader.pid} did not answer")
-            ours.recv()
+            reader.ask(snapshots.stage(version, index), DEADLINE_SECONDS)
         snapshots.close(version)
 
+    reader = processes.Peer(_read, name="the reading process")
     try:
         bridge_seconds, copy_seconds = workload.alternate(rounds, bridge, lambda: np.copyto(target, source))
     finally:
-        ours.send(None)
-        reader.join(DEADLINE_SECONDS)
-        if reader.is_alive():
-            reader.kill()
+        reader.end()
         snapshots.shutdown()
     return {
         "megabytes": snapshots.nbytes / 1e6,

@@ -11,7 +11,6 @@ import asyncio
 import ctypes
 import gc
 import json
-import multiprocessing
 import random
 import statistics
 import time
@@ -26,6 +25,7 @@ from benchmarks import sessions, workload
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.harness.gateway import server
+from libra_jax.utils import processes
 
 SESSIONS = 1000
 REQUESTS = 5
@@ -57,34 +57,27 @@ def measure(rounds: int) -> workload.Figures:
 
 def _measured(serve: Callable[..., None], arguments: tuple[Any, ...], rounds: int) -> workload.Figures:
     # Spawned: a fork would count this process's memory as the gateway's.
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
-    process.start()
+    gateway = processes.Peer(serve, *arguments, name="the gateway's process")
     try:
-        url = _receive(ours)
-        return _figures(url, ours, rounds)
+        return _figures(gateway.receive(DEADLINE_SECONDS), gateway, rounds)
     finally:
-        ours.send(None)
-        process.join(DEADLINE_SECONDS)
-        if process.is_alive():
-            process.kill()
+        gateway.end()
 
 
-def _figures(url: str, pipe: connection.Connection, rounds: int) -> workload.Figures:
+def _figures(url: str, gateway: processes.Peer, rounds: int) -> workload.Figures:
     kinds = {"flood": (False, 0.0), "streams": (True, 0.0), "paced": (False, PACED)}
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     latencies: dict[str, list[float]] = {kind: [] for kind in kinds}
     cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
     grown, live = [], []
-    _ask(pipe, "open")  # a round to warm up does not count
-    asyncio.run(_agents(url, pipe, streams=True, rate=0.0))
-    first = _ask(pipe, "close")
+    _ask(gateway, "open")  # a round to warm up does not count
+    asyncio.run(_agents(url, gateway, streams=True, rate=0.0))
+    first = _ask(gateway, "close")
     for _ in range(rounds):
         for kind, (streams, rate) in kinds.items():
-            before = _ask(pipe, "open")
-            seconds, found, during = asyncio.run(_agents(url, pipe, streams=streams, rate=rate))
-            after = _ask(pipe, "close")
+            before = _ask(gateway, "open")
+            seconds, found, during = asyncio.run(_agents(url, gateway, streams=streams, rate=rate))
+            after = _ask(gateway, "close")
             rates[kind].append(SESSIONS * REQUESTS / seconds)
             latencies[kind] += found
             cpu[kind].append((during["cpu"] - before["cpu"]) / (SESSIONS * REQUESTS))
@@ -104,16 +97,9 @@ def _figures(url: str, pipe: connection.Connection, rounds: int) -> workload.Fig
     return figures
 
 
-def _receive(pipe: connection.Connection) -> Any:
-    if not pipe.poll(DEADLINE_SECONDS):
-        raise protocols.DeadlineMissed("the gateway's process did not answer")
-    return pipe.recv()
-
-
-def _ask(pipe: connection.Connection, command: str) -> dict[str, float]:
+def _ask(gateway: processes.Peer, command: str) -> dict[str, float]:
     """Opens or closes the sessions, or does nothing; returns the gateway's memory in bytes and CPU time in seconds."""
-    pipe.send(command)
-    found: dict[str, float] = _receive(pipe)
+    found: dict[str, float] = gateway.ask(command, DEADLINE_SECONDS)
     return found
 
 
@@ -121,13 +107,13 @@ def _ask(pipe: connection.Connection, command: str) -> dict[str, float]:
 
 
 async def _agents(
-    url: str, pipe: connection.Connection, *, streams: bool, rate: float
+    url: str, gateway: processes.Peer, *, streams: bool, rate: float
 ) -> tuple[float, Sequence[float], dict[str, float]]:
     """Runs one agent a session; returns the seconds of all, those of each request, and the gateway with all connected.
 
     Args:
       url: base URL of the gateway.
-      pipe: to the gateway's process.
+      gateway: its process.
       streams: True asks for streams.
       rate: requests a second of all agents; 0: as fast as answers come.
     """
@@ -158,7 +144,7 @@ async def _agents(
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
         await asyncio.gather(*(agent(client, number) for number in range(SESSIONS)))
         seconds = time.perf_counter() - opened
-        return seconds, latencies, _ask(pipe, "look")
+        return seconds, latencies, _ask(gateway, "look")
 
 
 def _said(content: bytes, streams: bool) -> str:

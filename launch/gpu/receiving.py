@@ -10,7 +10,6 @@ import torch
 import torch.multiprocessing  # teaches pickle to receive tensors by handles of their memory
 
 from libra_jax import protocols
-from libra_jax.utils import parent_death
 from libra_jax.weights import memfd
 
 Sums = Mapping[str, float]
@@ -28,15 +27,13 @@ def wait(place: torch.device) -> None:
         torch.cuda.synchronize(place)
 
 
-def receive(pipe: connection.Connection, parent: int, place: str) -> None:
+def receive(pipe: connection.Connection, place: str) -> None:
     """Copies what arrives into memory of its own, and answers with sums or with the sentence of an error.
 
     Args:
       pipe: brings (True if sums are wanted, tensors by name or a chunk of shared memory), and None in the end.
-      parent: id of the process that waits for it.
       place: torch's name of the device.
     """
-    parent_death.die_with_parent(parent)
     memory, kept = memfd.PeerMemory(), {}
     while (message := pipe.recv()) is not None:
         asked, sent = message

@@ -6,14 +6,10 @@ part, which lays the tensors out for its kernels, is not measured.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import multiprocessing
-import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from multiprocessing import connection
+from collections.abc import Mapping
 
 import jax
 import torch
@@ -23,14 +19,13 @@ from gpu import receiving, rows, shapes, timing
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.models import transformer
+from libra_jax.utils import processes
 from libra_jax.weights import device_snapshot, snapshot
 
 MODEL = "Qwen3-0.6B"
 ROUNDS = 3
 ANSWER_SECONDS = 60.0
 """Deadline in seconds of an answer of the second process, its start included."""
-
-END_SECONDS = 10.0
 
 
 def torch_memory(bench: rows.Bench) -> rows.Outcome:
@@ -45,14 +40,13 @@ def torch_memory(bench: rows.Bench) -> rows.Outcome:
     stream = device_snapshot.Stream(sources, dtype, place)
     stream.leaves = {source.path: snapshot.leaf(params, source) for source in sources}
     gathered, sent, nbytes, problem = [], [], 0, ""
-    with _second_process(str(place)) as pipe:
+    with _second_process(str(place)) as peer:
         for number in range(ROUNDS + 1):
             began = time.perf_counter()
             tensors = dict(stream.tensors())
             receiving.wait(place)
             ready = time.perf_counter()
-            pipe.send((number == 0, tensors))
-            received = _answer(pipe)
+            received = _received(peer, check=number == 0, chunk=tensors)
             done = time.perf_counter()
             if number == 0:  # the first round warms up, and is checked
                 nbytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -63,6 +57,7 @@ def torch_memory(bench: rows.Bench) -> rows.Outcome:
             # The next round gathers all tensors again, and would otherwise hold them twice.
             del tensors
             gc.collect()
+        peer.end()
     whole = torch.ones(nbytes, dtype=torch.uint8, device=place)
     limit = timing.copy_bytes_per_second(whole, torch.empty_like(whole))
     way = "CUDA IPC" if place.type == "cuda" else "torch's shared memory"
@@ -78,19 +73,19 @@ def host_memory(bench: rows.Bench) -> rows.Outcome:
     gathered, sent = [], []
     sums: dict[str, float] = {}
     try:
-        with _second_process(str(place)) as pipe:
+        with _second_process(str(place)) as peer:
             for version in range(ROUNDS + 1):
                 began = time.perf_counter()
                 count = snapshots.open(version, params)
                 ready = time.perf_counter()
                 for index in range(count):
-                    pipe.send((version == 0, snapshots.stage(version, index)))
-                    sums |= _answer(pipe)
+                    sums |= _received(peer, check=version == 0, chunk=snapshots.stage(version, index))
                 done = time.perf_counter()
                 snapshots.close(version)
                 if version:
                     gathered.append(ready - began)
                     sent.append(done - ready)
+            peer.end()
     finally:
         snapshots.shutdown()
     stream = device_snapshot.Stream(snapshot.wire_entries(shape), dtype, place)
@@ -142,31 +137,13 @@ def _problem(
     return f"{wrong[0]} and {len(wrong) - 1} other tensors arrived with other values" if wrong else ""
 
 
-def _answer(pipe: connection.Connection) -> receiving.Sums:
-    if not pipe.poll(ANSWER_SECONDS):
-        raise protocols.DeadlineMissed(f"the second process did not answer within {ANSWER_SECONDS:.0f} s")
-    try:
-        answer: receiving.Sums | str = pipe.recv()
-    except EOFError:
-        raise protocols.WorkerLost("the second process ended") from None
+def _second_process(place: str) -> processes.Peer:
+    return processes.Peer(receiving.receive, place, name="the second process")
+
+
+def _received(peer: processes.Peer, *, check: bool, chunk: object) -> receiving.Sums:
+    """Sends tensors, and returns the sums of those that arrived if `check`."""
+    answer: receiving.Sums | str = peer.ask((check, chunk), ANSWER_SECONDS)
     if isinstance(answer, str):
         raise protocols.LibraError(f"the second process failed: {answer}")
     return answer
-
-
-@contextlib.contextmanager
-def _second_process(place: str) -> Iterator[connection.Connection]:
-    """Yields the pipe to a process that receives weights; ends and reaps the process."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=receiving.receive, args=(theirs, os.getpid(), place), name="gpu_check-engine")
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-        ours.send(None)
-        process.join(END_SECONDS)
-    finally:
-        process.kill()
-        process.join(END_SECONDS)
-        ours.close()

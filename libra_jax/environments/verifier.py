@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from libra_jax import protocols
-from libra_jax.utils import deadlines
+from libra_jax.utils import deadlines, processes
 
 START_SECONDS = 60.0
 """Seconds that a process may take to import `math-verify`."""
@@ -223,13 +223,4 @@ class _Process:
         Raises:
           DeadlineMissed: The process was killed and still runs.
         """
-        try:
-            await deadlines.cancel_after(_REAP_SECONDS, self.process.wait())
-        except deadlines.Overdue:
-            raise protocols.DeadlineMissed(
-                f"the verifier process {self.process.pid} was killed and is not gone after {_REAP_SECONDS:g} s"
-            ) from None
-        # asyncio leaves the pipes of a dead process open until they are collected.
-        transport: Any = getattr(self.process, "_transport", None)
-        if transport is not None:
-            transport.close()
+        await processes.reap(self.process, _REAP_SECONDS, "the verifier process")

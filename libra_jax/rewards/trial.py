@@ -9,13 +9,12 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from multiprocessing import connection, process
+from multiprocessing import connection
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.rewards import actors, scoring
-from libra_jax.utils import child as children
-from libra_jax.utils import resolving
+from libra_jax.utils import processes, resolving
 
 TRY_SECONDS = 20.0
 """Seconds to wait for factories, and at most for each function's score of an example. A factory that loads a model is
@@ -72,28 +71,27 @@ def functions(reward: config_lib.RewardConfig, example: Example | None = None) -
     if not reward.functions:
         return []
     problem, scores = "", list[Scored]()
-    with children.forked(_try_functions, reward, example) as (child, answers):
+    with processes.Peer(_try_functions, reward, example, name="the trial of functions", fork=True) as peer:
         try:
-            if answers.poll(TRY_SECONDS):
-                problem = answers.recv()
-                scores += _receive_scores(answers, child, reward.seconds)
-            child.join(actors.CLOSE_SECONDS)
+            if peer.pipe.poll(TRY_SECONDS):
+                problem = peer.pipe.recv()
+                scores += _receive_scores(peer, reward.seconds)
+            peer.exit_status(actors.CLOSE_SECONDS)
         except EOFError:
-            child.join(actors.CLOSE_SECONDS)
             names = ", ".join(reward.functions)
-            problem = f"a factory ended its process (exit status {child.exitcode}), of: {names}"
+            problem = f"a factory ended its process ({peer.exit_status(actors.CLOSE_SECONDS)}), of: {names}"
             problem = f"config.reward.functions: {problem}"
     if problem:
         raise protocols.ConfigError(problem)
     return scores
 
 
-def _receive_scores(answers: connection.Connection, child: process.BaseProcess, allowed: float) -> Iterator[Scored]:
+def _receive_scores(peer: processes.Peer, allowed: float) -> Iterator[Scored]:
     """Yields the scores of the functions that the child names, until it has died or a function is too slow.
 
     A run allows a call `allowed` seconds.
     """
-    names: list[str] = []
+    names, answers = list[str](), peer.pipe
     patience = min(allowed, TRY_SECONDS)
     try:
         if answers.poll(TRY_SECONDS):
@@ -111,12 +109,11 @@ def _receive_scores(answers: connection.Connection, child: process.BaseProcess, 
             yield Scored(names[0], actors.Outcome(problem=problem), takes_transcript=False, slow=allowed > TRY_SECONDS)
     except EOFError:
         if names:
-            child.join(actors.CLOSE_SECONDS)
-            outcome = actors.Outcome(problem=f"ended its process (exit status {child.exitcode})")
+            outcome = actors.Outcome(problem=f"ended its process ({peer.exit_status(actors.CLOSE_SECONDS)})")
             yield Scored(names[0], outcome, takes_transcript=False)
 
 
-def _try_functions(reward: config_lib.RewardConfig, example: Example | None, answer: connection.Connection) -> None:
+def _try_functions(answer: connection.Connection, reward: config_lib.RewardConfig, example: Example | None) -> None:
     """Makes the functions, and sends the first problem, or an empty text. Then sends their scores of the example."""
 
     async def body() -> None:

@@ -18,7 +18,7 @@ from libra_jax import protocols
 from libra_jax.chat import tokenizers
 from libra_jax.rollouts import deadline_environment, factories, loop
 from libra_jax.tools import toolkit
-from libra_jax.utils import child, resolving, user_values
+from libra_jax.utils import processes, resolving, user_values
 
 SECONDS = 20.0
 """Seconds that the rollout may take. A slower one is left to the run."""
@@ -87,17 +87,17 @@ def pose(run: config_lib.RunConfig, task: protocols.Task) -> Posed | None:
     """
     if run.tools.mcp or run.tools.mcp_file:
         return None
-    with child.forked(_send_posed_task, run, task) as (_, receiver):
+    with processes.Peer(_send_posed_task, run, task, name="the rehearsal", fork=True) as peer:
         try:
-            result = receiver.recv() if receiver.poll(SECONDS) else None
-        except EOFError:
+            result = peer.receive(SECONDS)
+        except (protocols.DeadlineMissed, protocols.WorkerLost):
             return None
     if isinstance(result, protocols.ConfigError):
         raise result
     return cast("Posed | None", result)
 
 
-def _send_posed_task(run: config_lib.RunConfig, task: protocols.Task, sender: connection.Connection) -> None:
+def _send_posed_task(sender: connection.Connection, run: config_lib.RunConfig, task: protocols.Task) -> None:
     """Sends the posed task, the error of a setting, or None."""
 
     async def body() -> Posed | None:
@@ -125,20 +125,19 @@ def play(run: config_lib.RunConfig, task: protocols.Task, answer: str) -> Rehear
     if run.task.environment.startswith(resolving.SHIPPED) or run.tools.mcp or run.tools.mcp_file:
         return Rehearsed()
     certain, reward, name = True, None, resolving.shown(run.task.environment)
-    with child.forked(_send_result, run, task, answer) as (process, receiver):
+    with processes.Peer(_send_result, run, task, answer, name="the rehearsal", fork=True) as peer:
         try:
-            if receiver.poll(SECONDS):
-                problem, certain, reward = receiver.recv()
-            else:
-                problem, certain = f"{name} took more than {SECONDS:g} s; a run may wait longer{GIVEN}", False
-            process.join(CLOSE_SECONDS if certain else 0.0)
-        except EOFError:
-            process.join(CLOSE_SECONDS)
-            problem = f"{name} ended its process (exit status {process.exitcode}){GIVEN}"
+            problem, certain, reward = peer.receive(SECONDS)
+            if certain:
+                peer.exit_status(CLOSE_SECONDS)
+        except protocols.DeadlineMissed:
+            problem, certain = f"{name} took more than {SECONDS:g} s; a run may wait longer{GIVEN}", False
+        except protocols.WorkerLost:
+            problem = f"{name} ended its process ({peer.exit_status(CLOSE_SECONDS)}){GIVEN}"
     return Rehearsed(f"config.task.environment: {problem}" if problem else "", certain, reward)
 
 
-def _send_result(run: config_lib.RunConfig, task: protocols.Task, answer: str, sender: connection.Connection) -> None:
+def _send_result(sender: connection.Connection, run: config_lib.RunConfig, task: protocols.Task, answer: str) -> None:
     """Sends the first problem or an empty text, whether a run would surely fail with it, and the answer's reward."""
 
     async def body(output: str) -> float | None:

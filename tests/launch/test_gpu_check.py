@@ -232,7 +232,7 @@ def test_a_case_that_hangs_is_ended_with_its_children(tmp_path):
     hanging = double("hangs", str(pids), most_seconds=8.0, expected_seconds=0.0)
     found = run(hanging, double("passes"), platform="gpu")
     assert [(row.case, row.state) for row in found] == [("hangs", "failed"), ("passes", "passed")]
-    assert found[0].reason == "it did not end within 8 s"
+    assert found[0].reason == "its process did not answer within 8 s"
     for pid in map(int, pids.read_text().split()):
         with contextlib.suppress(psutil.NoSuchProcess):
             assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

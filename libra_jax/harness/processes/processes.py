@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_jax import protocols
-from libra_jax.utils import deadlines
+from libra_jax.utils import deadlines, processes
 
 REAP_SECONDS = 15.0
 """Seconds that the processes of an agent may take to end after they are killed."""
@@ -129,9 +128,4 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         # Besides the closed pipe: a process that was forked off this one may hold a copy of the pipe's end.
         process.send_signal(signal.SIGTERM)
-    try:
-        await asyncio.wait_for(process.wait(), REAP_SECONDS)
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        await asyncio.wait_for(process.wait(), REAP_SECONDS)
+    await processes.reap(process, 2 * REAP_SECONDS, "the keeper of an agent, process")

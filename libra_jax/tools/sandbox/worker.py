@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import os
 import signal
+import subprocess
 import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.tools.sandbox import backends, supervisor
 from libra_jax.tools.sandbox import limits as limits_module
-from libra_jax.utils import deadlines, scratch
+from libra_jax.utils import deadlines, processes, scratch
 
 GRACE_SECONDS = 3.0
 """Seconds after a call's deadline before the host kills the sandbox. The sandbox itself enforces the deadline first."""
@@ -316,39 +318,22 @@ class Worker:
         self.kill()
         if self.launch.remove:
             # Killing the runtime's client leaves its container behind.
-            remover = await asyncio.create_subprocess_exec(
-                *self.launch.remove, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
-            )
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             try:
-                await deadlines.cancel_after(REAP_SECONDS, remover.wait())
-            except deadlines.Overdue:
-                with contextlib.suppress(ProcessLookupError):
-                    remover.kill()
+                await deadlines.off_loop(
+                    functools.partial(subprocess.run, self.launch.remove, timeout=REAP_SECONDS, **quiet)
+                )
+            except subprocess.TimeoutExpired:
                 raise protocols.DeadlineMissed(
                     f"{' '.join(self.launch.remove)} did not end within {REAP_SECONDS:g} s: the container may still run"
                 ) from None
-        try:
-            await deadlines.cancel_after(REAP_SECONDS / 2, self.process.wait())
-        except deadlines.Overdue:
-            with contextlib.suppress(ProcessLookupError):
-                # The process leads its own session, so its process group is its own too.
-                os.killpg(self.process.pid, signal.SIGKILL)
-            try:
-                await deadlines.cancel_after(REAP_SECONDS / 2, self.process.wait())
-            except deadlines.Overdue:
-                raise protocols.DeadlineMissed(
-                    f"the sandbox of process {self.process.pid} was killed and is not gone after {REAP_SECONDS:g} s"
-                ) from None
+        await processes.reap(self.process, REAP_SECONDS, "the sandbox of process", group=True)
         if self._first >= 0:
             os.close(self._first)
             self._first = -1
         if self._group is not None:
             # Off the loop, because it sleeps until the kernel has released the group.
             await deadlines.off_loop(self._group.close)
-        # Closes the pipes at once: a transport that is only collected later would warn.
-        transport: Any = getattr(self.process, "_transport", None)
-        if transport is not None:
-            transport.close()
         # A second close then finds nothing left to free.
         launch, self.launch = self.launch, backends.Launch((), {})
         await deadlines.off_loop(_discard, launch)
