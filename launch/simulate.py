@@ -61,7 +61,7 @@ _POLICIES = flags.DEFINE_string(
     "policies",
     ",".join(COMPARED),
     "Scheduling policies, separated by commas; each may change fields: cmlfq:evidence=mean, "
-    "sticky:admission=cache+coordinator.max_concurrent=512.",
+    "sticky:admission=cache+coordinator.redundancy=0.25.",
 )
 _SEEDS = flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
 _JOBS = flags.DEFINE_integer("jobs", None, "Runs simulated at a time; default: one a core.", lower_bound=1)

@@ -27,9 +27,6 @@ class CoordinatorConfig:
     # rollouts. True keeps their tokens, and they are trained by the next steps (APRIL). New groups then begin between
     # two steps alone. max_staleness is the number of steps that a group may wait.
     recycle: bool = False
-    # Most rollouts under way at once; 0: as many as max_staleness allows. Groups begin whole, so one larger than the
-    # limit begins when nothing else is under way.
-    max_concurrent: int = 0
 
     @property
     def spare_groups(self) -> int:
@@ -48,9 +45,6 @@ class CoordinatorConfig:
             )
         check(self.groups_per_step > 0, "coordinator.groups_per_step", "must be positive")
         check(self.group_size > 0, "coordinator.group_size", "must be positive")
-        check(
-            self.max_concurrent >= 0, "coordinator.max_concurrent", f"must not be negative, not {self.max_concurrent}"
-        )
         check(self.max_staleness >= 0, "coordinator.max_staleness", "must not be negative")
         check_choice(self.stale, ("wait", "replace"), "coordinator.stale")
         allowed = self.max_replacements  # may be infinite

@@ -36,8 +36,8 @@ class Groups:
 
     Args:
       run: what the parts of the run share (`coordinator`, `rollout.temperature`). The recorder gets a note for each
-        replacement after a failure, and events get a RolloutEnded for each rollout and a GroupSettled for each group
-        that has finished or was replaced. The run ends if too many groups have to be replaced.
+        replacement after a failure, and events get a GroupSettled for each group that has finished or was replaced.
+        The run ends if too many groups have to be replaced.
       rates: counts the successes of groups whose rollouts are all scored.
       replays: stores the successes of such groups, and gives stored ones to groups without any.
 
@@ -74,19 +74,12 @@ class Groups:
         self.replaced_rollouts = 0
         self.trained = 0
         self.scored = 0
-        self._under_way: dict[int, int] = {}  # rollouts of each running group that have not ended
-
-    @property
-    def live(self) -> int:
-        """Number of rollouts under way."""
-        return sum(self._under_way.values())
 
     def start(self, group: protocols.Group) -> None:
         """Runs a group's rollouts from their present positions: the start, or the tokens in a checkpoint."""
         if not self.running:
             self._busy_since = self._clock()
         self.running[group.group_id] = group
-        self._under_way[group.group_id] = len(group.trajectories)
         self._tasks[group.group_id] = self._scope.start(self._run(group), f"group {group.group_id}")
 
     def put_back(self, groups: Sequence[protocols.Group]) -> None:
@@ -197,21 +190,13 @@ class Groups:
             self._events.announce(protocols.GroupSettled(group.group_id))
 
     async def _run_rollout(self, trajectory: protocols.Trajectory, group: protocols.Group) -> None:
-        try:
-            temperature, version = self._config.rollout.temperature, group.dispatch_version
-            await self._runner.run(protocols.RolloutOrder(trajectory, group.task, group.group_id, version, temperature))
-        finally:
-            # The group may have left meanwhile.
-            if group.group_id in self._under_way:
-                self._under_way[group.group_id] -= 1
-        # Not of a cancelled rollout: the run, or its group, is about to end.
-        self._events.announce(protocols.RolloutEnded(group.group_id))
+        temperature, version = self._config.rollout.temperature, group.dispatch_version
+        await self._runner.run(protocols.RolloutOrder(trajectory, group.task, group.group_id, version, temperature))
         # While others of its group still run.
         await self._runner.teach(trajectory)
 
     def _leave(self, group: protocols.Group) -> None:
         self._tasks.pop(group.group_id, None)
-        self._under_way.pop(group.group_id, None)
         self.running.pop(group.group_id, None)
         if not self.running:
             self._busy_seconds += self._clock() - self._busy_since
@@ -323,9 +308,6 @@ class Batches:
 
         run.events.subscribe(protocols.GroupSettled, lambda _: self._settled.set())
         run.events.subscribe(protocols.GroupSettled, lambda _: self.admit())
-        self._most = limits.max_concurrent
-        if self._most:
-            run.events.subscribe(protocols.RolloutEnded, lambda _: self.admit())
         if spare and not limits.recycle:
             run.recorder.note(
                 f"config.coordinator.redundancy: {spare} groups more than the {limits.groups_per_step} of a step are "
@@ -333,16 +315,13 @@ class Batches:
             )
 
     def admit(self) -> None:
-        """Dispatches as many new groups as the staleness bound and `coordinator.max_concurrent` allow."""
+        """Dispatches as many new groups as the staleness bound allows."""
         version, outstanding = self._weight_sync.served, len(self._groups.running) + len(self._groups.finished)
         # A restored group may finish before the first weight sync, and any group while the run is ending.
         if version == protocols.NO_VERSION or self._scope.called:
             return
         count = admission.admissible(self._bound, version=version, next_step=self.next_step, outstanding=outstanding)
         for _ in range(count):
-            live = self._groups.live if self._most else 0
-            if live and live + self._prompts.size(self.data_position) > self._most:
-                return
             task, size = self._prompts.next(self.data_position)
             names = [f"{task.prompt_id}/{sample}" for sample in range(size)]
             trajectories = [self._runner.begin(name, task) for name in names]

@@ -81,12 +81,6 @@ class Prompts:
         self._visits: dict[int, tuple[str, int]] = {}
         self._explored = 0
 
-    def size(self, position: int) -> int:
-        """Returns the number of rollouts of the task that `next` will return; the arguments and errors are its own."""
-        if not self._pending:
-            self._pending = self._chosen(position)
-        return self._pending[0][1]
-
     def next(self, position: int) -> tuple[protocols.Task, int]:
         """Returns the next task and the number of its rollouts.
 
@@ -96,7 +90,8 @@ class Prompts:
         Raises:
           ConfigError: the source or the budget, which may be a user's own, failed.
         """
-        self.size(position)
+        if not self._pending:
+            self._pending = self._chosen(position)
         index, size = self._pending.pop(0)
         task = self._task(index)
         if self._config.task.order == "sequential":

@@ -153,17 +153,6 @@ class GroupSettled:
     group_id: int
 
 
-@dataclass(frozen=True)
-class RolloutEnded:
-    """A rollout of a running group ended.
-
-    Attributes:
-      group_id: number of its group.
-    """
-
-    group_id: int
-
-
 class Events:
     """Delivers events to their subscribers. Belongs to one event loop."""
 

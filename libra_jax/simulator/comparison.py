@@ -95,7 +95,7 @@ def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRu
 
     Args:
       policy: name of the policy, and arguments and fields that it changes:
-        "sticky:threshold=0.2+coordinator.max_concurrent=512". A field without a group is one of `scheduler`. The run's
+        "sticky:threshold=0.2+coordinator.redundancy=0.25". A field without a group is one of `scheduler`. The run's
         own arguments are those of its own policy.
 
     Raises:
@@ -121,7 +121,7 @@ def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRu
         if not equals or not known or (at is values["scheduler"] and leaf == "policy"):
             raise protocols.ConfigError(
                 f"policy {policy!r}: {change!r} changes no field; write FIELD=VALUE, where FIELD is one of scheduler's "
-                "or has its group before it, as in coordinator.max_concurrent=512"
+                "or has its group before it, as in coordinator.redundancy=0.25"
             )
         try:
             at[leaf] = ast.literal_eval(text)

@@ -120,9 +120,9 @@ def test_a_policy_with_a_wrong_change_is_refused_by_name(policy, said):
 
 
 def test_a_policy_may_change_fields_of_its_own_and_of_other_groups():
-    changes = "admission=cache+coordinator.max_concurrent=7+ageing_seconds=5.5+threshold=0.3"
+    changes = "admission=cache+coordinator.groups_per_step=7+ageing_seconds=5.5+threshold=0.3"
     made = comparison.with_policy(small_run(), f"sticky:{changes}")
     assert (made.scheduler.policy, made.scheduler.admission, made.scheduler.ageing_seconds) == ("sticky", "cache", 5.5)
-    assert (made.coordinator.max_concurrent, made.scheduler.arguments) == (7, {"threshold": 0.3})
+    assert (made.coordinator.groups_per_step, made.scheduler.arguments) == (7, {"threshold": 0.3})
     assert comparison.with_policy(made, "sticky:segments=related").scheduler.arguments == {"threshold": 0.3}
     assert comparison.with_policy(made, "cmlfq").scheduler.arguments == {}

@@ -11,8 +11,6 @@ import simulator_doubles as doubles
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.scheduling import registry
-from libra_jax.scheduling.rivals import baselines
 from libra_jax.simulator import engine, results, trajectory, world
 
 
@@ -169,42 +167,3 @@ def test_a_run_that_syncs_an_adapter_is_shorter_than_one_that_merges_it():
     assert model.sync_bytes < 0.02 * model.weight_bytes
     # Each step ends with a sync, which is all that differs.
     assert 0 < seconds[1] - seconds[0] < alone.steps * model.weight_bytes / 1e9
-
-
-@pytest.mark.parametrize("most", [1, 5, 8, 12])
-def test_a_limit_on_rollouts_under_way_holds_and_the_same_prompts_are_trained(most, monkeypatch):
-    """Groups of four: a limit below one group lets groups run one after another."""
-    live: list[int] = []
-
-    class Counting(baselines.LeastLoaded):
-        def on_arrival(self, request, now):
-            live.append(len(self.requests) + 1)
-            return super().on_arrival(request, now)
-
-    monkeypatch.setattr(registry.baselines, "LeastLoaded", Counting)
-    config = doubles.run_config(coordinator={"max_concurrent": most})
-    result = doubles.simulate(config)
-    doubles.check_whole(result, config)
-    assert max(live) <= max(4, most)
-    free = doubles.simulate(doubles.run_config())
-    assert max(live) > 12
-    assert free.generated_tokens == result.generated_tokens
-    assert sum(free.step_seconds) < sum(result.step_seconds)
-
-
-def test_a_run_that_ends_early_begins_no_further_rollouts(monkeypatch):
-    """Rollouts that are cancelled leave room under the limit, which nobody may take any more."""
-    begun: list[float] = []
-
-    class Failing(baselines.LeastLoaded):
-        def on_arrival(self, request, now):
-            begun.append(now)
-            placements = super().on_arrival(request, now)
-            if len(begun) == 20:
-                raise protocols.LibraError("enough")
-            return placements
-
-    monkeypatch.setattr(registry.baselines, "LeastLoaded", Failing)
-    with pytest.raises(protocols.LibraError, match="enough"):
-        doubles.simulate(doubles.run_config(coordinator={"max_concurrent": 4}))
-    assert len(begun) == 20

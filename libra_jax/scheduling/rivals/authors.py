@@ -10,10 +10,10 @@
   buckets of mean and P90 agree and are not the present one, the request is routed to that bucket at once.
 - A path's lengths count what tools returned. Payloads have three sizes.
 
-Published limits of live requests an instance: 3 (48 accelerators), 64 (most configs), 100 (default), 256. The limit of
-rollouts in all is `coordinator.max_concurrent`. Different here: the engine's slots are those of the config, a request
-that has waited for `scheduler.ageing_seconds` goes to any free slot, held-out rollouts do not teach, paths are known up
-to `MOST_STATES` states, and trees are not built again from the latest 5,000 rollouts.
+Published limits of live requests an instance: 3 (48 accelerators), 64 (most configs), 100 (default), 256. Different
+here: the rollouts in all have no limit of their own, the engine's slots are those of the config, a request that has
+waited for `scheduler.ageing_seconds` goes to any free slot, held-out rollouts do not teach, paths are known up to
+`MOST_STATES` states, and trees are not built again from the latest 5,000 rollouts.
 """
 
 from __future__ import annotations
