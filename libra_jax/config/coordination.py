@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from libra_jax.config.checks import check, check_choice, check_finite, check_temperature
+from libra_jax.config.checks import check, check_finite, check_temperature
 from libra_jax.config.group import group
 
 
@@ -16,9 +16,9 @@ class CoordinatorConfig:
 
     groups_per_step: int = 32  # prompts a training step
     group_size: int = 8  # rollouts of a prompt
-    # Training steps between a group's first dispatch and its training, at most; 0 is synchronous.
+    # Training steps between a group's first dispatch and its training, at most; 0 is synchronous. Training waits for a
+    # group that the next step would push past it.
     max_staleness: int = 0
-    stale: str = "wait"  # handling of a group about to exceed max_staleness: wait (training waits for it) or replace
     max_replacements: float = 1.0  # replaced groups allowed, as a multiple of the groups trained (plus one step)
     # Groups begun beyond those that a step needs, as a share of them, rounded up. The first to finish are trained on,
     # the last are aborted: training sees fewer long rollouts than the policy makes, which biases it. 0 is off.
@@ -46,7 +46,6 @@ class CoordinatorConfig:
         check(self.groups_per_step > 0, "coordinator.groups_per_step", "must be positive")
         check(self.group_size > 0, "coordinator.group_size", "must be positive")
         check(self.max_staleness >= 0, "coordinator.max_staleness", "must not be negative")
-        check_choice(self.stale, ("wait", "replace"), "coordinator.stale")
         allowed = self.max_replacements  # may be infinite
         check(not math.isnan(allowed), "coordinator.max_replacements", "must be a number, not nan")
         check(allowed >= 0, "coordinator.max_replacements", f"must not be negative, not {allowed}")

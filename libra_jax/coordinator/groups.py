@@ -27,8 +27,8 @@ from libra_jax.utils import resolving, run_context, user_code
 ENVIRONMENT, REWARD, TEACHER, TASK = FAILED = "environment", "reward", "teacher", "task"
 """Reasons to replace a group that failed."""
 
-STALE, REDUNDANT = "stale", "redundant"
-"""Reasons to replace a group that is intact, beside those of `filters`."""
+REDUNDANT = "redundant"
+"""Reason to replace a group that is intact, beside those of `filters`."""
 
 
 class Groups:
@@ -291,7 +291,6 @@ class Batches:
         self._bound = admission.Bound(
             limits.groups_per_step, limits.max_staleness, run.config.steps, spare, limits.recycle
         )
-        self._replaces = limits.stale == "replace"
         self._prompts = prompts
         self._replays = replays
         self._groups = groups
@@ -331,10 +330,7 @@ class Batches:
             self.data_position += 1
 
     async def next(self) -> protocols.TrainBatch:
-        """Waits for the next step's batch and returns it.
-
-        If `coordinator.stale` is "replace", groups that would exceed the staleness bound are replaced.
-        """
+        """Waits for the next step's batch and returns it."""
         self.admit()
         while True:
             # Cleared before the look, so that a group that finishes after it wakes the wait below.
@@ -357,10 +353,6 @@ class Batches:
                     self._groups.replace(group_id, REDUNDANT, "enough others had finished before it")
                 self.admit()
                 return batch
-            if selection.binding and self._replaces:
-                for group_id in selection.binding:
-                    self._groups.replace(group_id, STALE, "it would have passed the staleness bound")
-                continue
             # The trainer is idle, so a commit costs no training time.
             await self._recovery.through(self._saver.commit)
             if self._settled.is_set():

@@ -69,18 +69,16 @@ def admissible(bound: Bound, *, version: int, next_step: int, outstanding: int) 
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups that may be trained now, and those that stand in the way.
+    """The groups that may be trained now.
 
     Attributes:
-      batch: ids of the B groups to train, or empty if the step has to wait.
-      binding: ids of running groups that would pass their deadline if the step did not wait for them. Replacing
-        exactly these, too, makes the step possible. Empty if too few groups have finished.
+      batch: ids of the B groups to train. Empty if too few have finished, or if the step has to wait for a running
+        group that would pass its deadline.
       surplus: ids of groups, finished or running, to abort with the batch: no later step may train on them. Empty
         without spare groups.
     """
 
     batch: tuple[int, ...] = ()
-    binding: tuple[int, ...] = ()
     surplus: tuple[int, ...] = ()
 
 
@@ -146,19 +144,14 @@ def select(
         finished, key=lambda group: (group not in joined_groups, finished[group], 0 if bound.spare else group)
     )
     batch, later = by_deadline[:size], by_deadline[size:]
-    # Running groups beyond what the steps after this one can still train in time, the most urgent first: for each
-    # deadline, what is due by then has to fit into the steps up to it.
-    urgent = sorted(running, key=lambda group: (running[group], group))
-    waiting = [finished[group] for group in later]
-    binding: list[int] = []
-    for version in sorted({*waiting, *running.values()}):
+    # For each deadline, the groups due by then have to fit into the steps after this one and up to it. Otherwise the
+    # step waits for running groups.
+    left = [*(finished[group] for group in later), *running.values()]
+    for version in set(left):
         # One step fewer than B * (d - s + 1): the batch chosen above takes the step s.
         room = bound.groups_per_step * (version + bound.staleness - step) + bound.given_up
-        due = [group for group in urgent if running[group] <= version and group not in binding]
-        excess = len(due) + sum(1 for dispatch_version in waiting if dispatch_version <= version) - room
-        binding.extend(due[: max(0, excess)])
-    if binding:
-        return Selection(binding=tuple(binding))
+        if sum(dispatch_version <= version for dispatch_version in left) > room:
+            return Selection()
     # Without spares, admission and the test above leave a later step to every group, so nothing can be surplus.
     remaining = {group: finished[group] for group in later} | dict(running) if bound.given_up else {}
     surplus = (group for group, version in remaining.items() if bound.last_step(version) <= step)

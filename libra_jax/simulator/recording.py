@@ -217,7 +217,7 @@ def _numbers(path: Path, config: config_lib.RunConfig) -> dict[int, Parts]:
     if replaced:
         raise protocols.DataError(
             f"{path}: {replaced:.0f} groups were replaced, and what they took of the machines is in no trace; record a "
-            "run without (coordinator.stale=wait, algorithm.filter=none)"
+            "run that replaces none (algorithm.filter=none)"
         )
     parts = {}
     for number in step_numbers:

@@ -131,7 +131,7 @@ _STEP = _table(
     (
         "groups/replaced_<reason>",
         "groups",
-        "those of one reason: environment, reward, teacher, task, zero_variance, filter (your own), stale, redundant",
+        "those of one reason: environment, reward, teacher, task, zero_variance, filter (your own), redundant",
     ),
     ("voids/rollouts", "rollouts", "rollouts that a crash of their environment voided"),
     ("voids/most_of_a_prompt", "rollouts", "most of them that one prompt had"),

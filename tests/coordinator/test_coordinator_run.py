@@ -59,50 +59,24 @@ def test_asynchronous_training_overlaps_rollout_with_training(tmp_path):
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
     staleness=st.integers(0, 3),
-    stale=st.sampled_from(["wait", "replace"]),
     train_seconds=st.floats(0.0, 2.0),
     tool_seconds=st.lists(st.floats(0.0, 4.0), min_size=5, max_size=20),
 )
-def test_any_timing_keeps_the_bound_and_loses_nothing(staleness, stale, train_seconds, tool_seconds):
+def test_any_timing_keeps_the_bound_and_loses_nothing(staleness, train_seconds, tool_seconds):
     class Varied(doubles.TwoTurns):
         @staticmethod
         def tool_seconds(index: int) -> float:
             return tool_seconds[index % len(tool_seconds)]
 
-    config = doubles.make_config(
-        steps=5, coordinator={"max_staleness": staleness, "stale": stale, "max_replacements": 50.0}
-    )
+    config = doubles.make_config(steps=5, coordinator={"max_staleness": staleness, "max_replacements": 50.0})
     with tempfile.TemporaryDirectory() as folder:
         bench = doubles.Bench(config, Path(folder), make_environment=Varied, trainer={"seconds": train_seconds})
         summary = bench.run()
         trained, ages = bench.trained["prompts"], bench.trained["staleness"]
-    replaced = sum(summary.replaced.values())
     assert max(ages) <= staleness
     assert len(set(trained)) == len(trained) == 15
-    assert set(trained) <= set(prompts(15 + replaced))
-    assert replaced == 0 or stale == "replace"
-
-
-def test_a_group_that_would_become_stale_is_replaced_and_counted_where_the_config_says_so(tmp_path):
-    class OneStraggler(doubles.TwoTurns):
-        tool_seconds = staticmethod(lambda index: 1000.0 if index == 2 else 0.01)
-
-    config = doubles.make_config(
-        coordinator={"max_staleness": 1, "stale": "replace", "max_replacements": 1.0}, task={"tool_seconds": 2000.0}
-    )
-    bench = doubles.Bench(config, tmp_path, make_environment=OneStraggler)
-    summary = bench.run()
-    assert summary.replaced == {"stale": 1}
-    assert "task-2" not in bench.trained["prompts"]
-    assert (
-        sum(
-            scalars["groups/replaced_stale"]
-            for _, scalars in bench.recorder.steps
-            if "groups/replaced_stale" in scalars
-        )
-        == 1
-    )
-    assert sum(scalars["tokens/replaced"] for _, scalars in bench.recorder.steps) > 0
+    assert set(trained) == set(prompts(15))
+    assert not summary.replaced
 
 
 def test_speed_is_told_for_each_device_and_without_a_peak_there_is_no_utilisation():

@@ -76,14 +76,13 @@ def test_groups_given_up_do_not_count_towards_the_cap_on_replacements(tmp_path):
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
     staleness=st.integers(0, 3),
-    stale=st.sampled_from(["wait", "replace"]),
     redundancy=st.sampled_from([0.1, 0.34, 1.0, 2.5]),
     train_seconds=st.floats(0.0, 2.0),
     tool_seconds=st.lists(st.floats(0.0, 4.0), min_size=5, max_size=20),
     crashing=st.integers(0, 30),
 )
 def test_any_timing_keeps_the_bound_and_every_prompt_is_trained_once_or_reported(
-    staleness, stale, redundancy, train_seconds, tool_seconds, crashing
+    staleness, redundancy, train_seconds, tool_seconds, crashing
 ):
     class Varied(Watched):
         @staticmethod
@@ -99,7 +98,6 @@ def test_any_timing_keeps_the_bound_and_every_prompt_is_trained_once_or_reported
         steps=5,
         coordinator={
             "max_staleness": staleness,
-            "stale": stale,
             "redundancy": redundancy,
             "max_replacements": 50.0,
         },
@@ -116,7 +114,7 @@ def test_any_timing_keeps_the_bound_and_every_prompt_is_trained_once_or_reported
     assert sum(summary.replaced.values()) == begun - 15
     assert summary.replaced == reported(bench)
     assert summary.replaced["redundant"] <= 5 * config.coordinator.spare_groups
-    assert set(summary.replaced) <= {"redundant", "environment", "stale" if stale == "replace" else "redundant"}
+    assert set(summary.replaced) <= {"redundant", "environment"}
     assert Varied.open == 0
 
 

@@ -119,7 +119,6 @@ def case(seed: int) -> Case:
             "groups_per_step": rng.randint(1, 2) + (streamed["stream"] != "off"),
             "group_size": rng.randint(1, 4),
             "max_staleness": (staleness := rng.randint(0, 2)),
-            "stale": rng.choice(("wait", "wait", "replace")),
             "max_replacements": 10_000.0,
             "redundancy": random.Random(f"{seed}/redundancy").choice((0.0, 0.0, 0.5, 1.5)),
             **doubles.recycled(seed, staleness),
@@ -172,7 +171,7 @@ def check(seed: int) -> tuple[results.Result, Watched, doubles.Trained]:
     assert not watched.waiting
     assert not watched.decoding
     limits = made.config.coordinator
-    kept = limits.stale == "wait" and (limits.recycle or not limits.redundancy)
+    kept = limits.recycle or not limits.redundancy
     if made.faults == faults.FaultConfig() and kept:
         assert result.replaced_trajectories == 0
     return result, watched, recorder
@@ -204,8 +203,8 @@ def test_the_cases_reach_what_they_are_for():
 def test_a_broken_streamed_run_trains_the_prompts_of_a_whole_unbroken_one(seed):
     made = case(seed)
     limits = made.config.coordinator
-    # Nothing replaces a group: neither staleness, nor surplus, nor a crash.
-    limits = replace(limits, stale="wait", groups_per_step=3, redundancy=0.5 * limits.recycle)
+    # Nothing replaces a group: neither surplus nor a crash.
+    limits = replace(limits, groups_per_step=3, redundancy=0.5 * limits.recycle)
     broken = faults.FaultConfig(60.0, 0.05, 0.0, 0.5, 3.0, 0.5, 10.0)
     trained = []
     for stream, faulty in (("group", broken), ("off", faults.FaultConfig())):

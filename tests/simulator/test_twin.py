@@ -252,7 +252,7 @@ def without(key: str):
         (
             "metrics.jsonl",
             lambda lines: [{**line, "groups/replaced": 1} for line in lines],
-            r"8 groups were replaced, .*stale=wait",
+            r"8 groups were replaced, .*filter=none",
         ),
         ("metrics.jsonl", without("train/seconds"), r'step 1 has no "train/seconds"'),
         ("trace.jsonl", without("group_id"), r'/0 has no "group_id"'),

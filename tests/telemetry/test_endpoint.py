@@ -89,11 +89,11 @@ def test_the_health_page_is_200_while_the_event_loop_answers_and_503_after():
 def test_prometheus_reads_scalars_workers_and_counters():
     run = made()
     run.status("rollout-0", protocols.LOST)
-    run.metrics(1, {"groups/replaced_stale": 2, "reward/mean": 0.25})
+    run.metrics(1, {"groups/replaced_redundant": 2, "reward/mean": 0.25})
     run.metrics(
         2,
         {
-            "groups/replaced_stale": 1,
+            "groups/replaced_redundant": 1,
             "groups/replaced": 1,
             "policy_version": 2,
             "reward/mean": 0.5,
@@ -112,7 +112,7 @@ def test_prometheus_reads_scalars_workers_and_counters():
         ("libra_fencing_token",): 2.0,
         ("libra_steps_total",): 2.0,
         ("libra_worker_failures_total", "rollout-0"): 1.0,
-        ("libra_replaced_groups_total", "stale"): 3.0,
+        ("libra_replaced_groups_total", "redundant"): 3.0,
         ("libra_worker_state", "trainer", "training step N"): 1.0,
         ("libra_worker_state", "lost", "rollout-0"): 1.0,
         ("libra_worker_state_seconds", "trainer"): 0.0,

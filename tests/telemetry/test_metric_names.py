@@ -40,7 +40,7 @@ NAME = re.compile(r"[a-z_]+(/[a-z_]+)+")
         ("reward/brevity/words", "reward/<function>/<number>"),
         ("tool/mcp/files.read+look/calls", "tool/<tool>/calls"),
         ("agent/f1", "agent/<number>"),
-        ("groups/replaced_stale", "groups/replaced_<reason>"),
+        ("groups/replaced_redundant", "groups/replaced_<reason>"),
         ("warm_start/target_probability", "warm_start/<metric>"),
         ("evaluation/agent/tool_calls", "evaluation/<metric>"),
         ("evaluation/reward/brevity", "evaluation/<metric>"),

@@ -51,8 +51,8 @@ def test_the_view_says_what_every_worker_does_and_for_how_long():
     clock.now += 7.0
     run.status("rollout-0", protocols.LOST)
     run.status("rollout-0", "starting")
-    run.metrics(3, {"policy_version": 3, "reward/mean": 0.5, "loss": float("nan"), "groups/replaced_stale": 2})
-    run.metrics(4, {"policy_version": 4, "reward/mean": 0.6, "loss": float("nan"), "groups/replaced_stale": 1})
+    run.metrics(3, {"policy_version": 3, "reward/mean": 0.5, "loss": float("nan"), "groups/replaced_redundant": 2})
+    run.metrics(4, {"policy_version": 4, "reward/mean": 0.6, "loss": float("nan"), "groups/replaced_redundant": 1})
     run.note("One sentence.")
     view = json.loads(json.dumps(run.view(), allow_nan=False))
     assert view["workers"] == {
@@ -60,11 +60,15 @@ def test_the_view_says_what_every_worker_does_and_for_how_long():
         "rollout-0": {"doing": "starting", "seconds": 0.0},
     }
     assert (view["step"], view["policy_version"], view["fencing_token"], view["pid"]) == (4, 4, 3, os.getpid())
-    assert (view["failures"], view["replaced"], view["notes"]) == ({"rollout-0": 1}, {"stale": 3}, ["One sentence."])
+    assert (view["failures"], view["replaced"], view["notes"]) == (
+        {"rollout-0": 1},
+        {"redundant": 3},
+        ["One sentence."],
+    )
     assert view["scalars"]["loss"] is None
     assert (view["ended"], view["problems"]) == (None, [])
     text = screen.text(view)
-    for part in ("step 4/12", "training step 4", "7.0 s", "workers lost: rollout-0 1", "groups replaced: stale 3"):
+    for part in ("step 4/12", "training step 4", "7.0 s", "workers lost: rollout-0 1", "groups replaced: redundant 3"):
         assert part in text
 
 

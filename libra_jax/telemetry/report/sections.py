@@ -65,7 +65,6 @@ REASONS = {
     "reward": "a reward function kept failing",
     "zero_variance": "all rewards of the group were equal",
     "filter": "your filter replaced the group (algorithm.filter)",
-    "stale": "the group would have passed the staleness bound",
     "redundant": "enough others had finished before it (coordinator.redundancy)",
 }
 
