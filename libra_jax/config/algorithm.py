@@ -43,8 +43,8 @@ CORRECTIONS = ("none", "truncated", "masked")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 
 
-@group
 @dataclass
+@group("algorithm")
 class AlgorithmConfig:
     """The objective. Functions and references: libra_jax/algorithms."""
 
@@ -317,8 +317,8 @@ class AlgorithmConfig:
         return self.scores_proximal + self.epochs * (self.loss in BATCH_LOSSES) + further
 
 
-@group
 @dataclass
+@group("critic")
 class CriticConfig:
     """The critic of PPO and T-PPO: a value model of the policy's shape on the trainer's mesh, for gae and egae.
 

@@ -17,8 +17,8 @@ def check(condition: bool, field_name: str, problem: str) -> None:
         raise ConfigError(f"config.{field_name}: {problem}")
 
 
-def either(values: Iterable[int]) -> str:
-    """Returns numbers as a choice: "1, 2 or 4"."""
+def either(values: Iterable[object]) -> str:
+    """Returns values as a choice: "1, 2 or 4"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -9,8 +9,8 @@ from libra_jax.config.checks import check, check_finite, check_temperature
 from libra_jax.config.group import group
 
 
-@group
 @dataclass
+@group("coordinator")
 class CoordinatorConfig:
     """Batches, staleness and replacement."""
 
@@ -51,8 +51,8 @@ class CoordinatorConfig:
         check(allowed >= 0, "coordinator.max_replacements", f"must not be negative, not {allowed}")
 
 
-@group
 @dataclass
+@group("evaluation")
 class EvaluationConfig:
     """Held-out tasks, with one or more attempts each at one policy version."""
 
@@ -77,8 +77,8 @@ class EvaluationConfig:
             check_temperature(self.temperature, "evaluation.temperature", "; 0 is greedy")
 
 
-@group
 @dataclass
+@group("checkpoint")
 class CheckpointConfig:
     """Composite checkpoints (one manifest each)."""
 
@@ -90,8 +90,8 @@ class CheckpointConfig:
         check(self.keep > 0, "checkpoint.keep", "must be positive")
 
 
-@group
 @dataclass
+@group("planner")
 class PlannerConfig:
     """Conditions and rules of a new layout of the devices (`planning/planner.py`)."""
 
@@ -133,8 +133,8 @@ class PlannerConfig:
             check(degree in (1, 2, 4, 8), "planner.degrees", f"{degree} is not one of 1, 2, 4, 8")
 
 
-@group
 @dataclass
+@group("elastic")
 class ElasticConfig:
     """Hybrid workers, which switch between rollout and training while the run goes on (libra_jax/hybrid)."""
 

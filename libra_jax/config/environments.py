@@ -17,8 +17,8 @@ SHARE_OF_CALLS = 0.95
 """Share of a step's time that its calls may take. The rest is for ending calls that overran it."""
 
 
-@group
 @dataclass
+@group("task")
 class TaskConfig:
     """The tasks. Factories are named `"package.module:factory"`."""
 
@@ -107,8 +107,8 @@ _LEAST_OF_SANDBOX = {"memory_mib": 64, "processes": 2, "files": 100, "input_byte
 """Below these not even an empty call works: Python itself takes 40 MiB of addresses, and a shell starts a process."""
 
 
-@group
 @dataclass
+@group("sandbox")
 class SandboxLimits:
     """Limits of one sandbox. A call that exceeds one fails, and says which limit it met.
 
@@ -161,8 +161,8 @@ class SandboxLimits:
             check(value >= least, name, f"must be {least} or more, not {value}: less runs nothing at all")
 
 
-@group
 @dataclass
+@group("sandbox")
 class SandboxConfig(SandboxLimits):
     """The sandbox of code that a policy wrote, and its limits."""
 
@@ -184,8 +184,8 @@ class SandboxConfig(SandboxLimits):
         return SandboxLimits(**{item.name: getattr(self, item.name) for item in dataclasses.fields(SandboxLimits)})
 
 
-@group
 @dataclass
+@group("tools")
 class ToolsConfig:
     """Tools of the policy, in environments that take tools (libra_jax.environments)."""
 
@@ -217,8 +217,8 @@ OF_REWARDS = ("mean", "std", "environment", "overlong")
 """Metrics under `reward/`, whose names no reward function may have."""
 
 
-@group
 @dataclass
+@group("reward.functions")
 class RewardFunctionConfig:
     """One function of a reward. A plain one runs on a thread, an async one on an event loop apart from the run's."""
 
@@ -227,8 +227,8 @@ class RewardFunctionConfig:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
 
 
-@group
 @dataclass
+@group("reward")
 class RewardConfig:
     """The reward of a rollout: the weighted sum of reward functions and of the environment's own reward."""
 

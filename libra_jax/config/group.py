@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast, get_type_hints
 
 from libra_jax.config.checks import check
+from libra_jax.config.fields import check_fields
 from libra_jax.protocols import ConfigError
 
 T = TypeVar("T")
@@ -82,35 +82,46 @@ _FROZEN = "_frozen"
 """Entry of a group's `__dict__` that says that no field may be set any more."""
 
 
-def group(cls: type[T]) -> type[T]:
-    """Makes a dataclass a group of settings: its fields can be set until `freeze`, and other names never.
+def group(place: str) -> Callable[[type[T]], type[T]]:
+    """Makes a class a group of settings, whose fields can be set until `freeze`. `dataclass` decorates its result.
 
-    The attribute check is added here and not in a base class, because mypy accepts any name on a class whose
-    `__setattr__` it can see. So a mistyped field of a config file is an error for mypy and at run time.
+    A new group is checked by its fields' constraints, and then by its `__post_init__`, which checks how its settings
+    fit each other. The attribute check is added here and not in a base class, because mypy accepts any name on a class
+    whose `__setattr__` it can see. So a mistyped field of a config file is an error for mypy and at run time.
+
+    Args:
+      place: full name of the group, such as "model.lora"; empty for the run itself.
 
     Raises (when a field is set):
       ConfigError: the group has no such field (the message offers the nearest name), or the value is of the wrong type.
       dataclasses.FrozenInstanceError: the run has begun with these settings.
     """
-    hints = get_type_hints(cls)
-    names = [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for item in dataclasses.fields(cls):  # type: ignore[arg-type]
-        item.type = hints[item.name]  # ml_collections reads the type here and needs it resolved
 
-    def set_field(self: Any, name: str, value: Any) -> None:
-        if name not in names:
-            # A group does not know its place in a config, and its class is named after it: RolloutConfig, rollout.
-            place = cls.__name__.removesuffix("Config").lower()
-            pattern = re.compile(rf"(.*\.)?{place}s?\.{re.escape(name)}")
-            advice = [now(former) for former in (*RENAMED, *REMOVED) if pattern.fullmatch(former)]
-            raise ConfigError(f"{cls.__name__} has no field {name!r}; {advice[0] if advice else nearest(name, names)}")
-        if self.__dict__.get(_FROZEN):
-            raise dataclasses.FrozenInstanceError(f"{cls.__name__}.{name}: settings are frozen once they are read")
-        default = getattr(cls, name, None)
-        object.__setattr__(self, name, coerced(value, hints[name], f"{cls.__name__}.{name}", default))
+    def decorated(cls: type[T]) -> type[T]:
+        hints = get_type_hints(cls)
+        # ml_collections reads the fields' types, and needs them resolved.
+        cls.__annotations__ = {name: hints[name] for name in cls.__annotations__}
+        check_relations: Callable[[T], None] | None = getattr(cls, "__post_init__", None)
 
-    cls.__setattr__ = set_field  # type: ignore[method-assign]
-    return cls
+        def check_group(self: T) -> None:
+            check_fields(self, place)
+            if check_relations:
+                check_relations(self)
+
+        def set_field(self: Any, name: str, value: Any) -> None:
+            if name not in hints:
+                hint = now(f"{place}.{name}") or nearest(name, hints)
+                raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
+            if self.__dict__.get(_FROZEN):
+                raise dataclasses.FrozenInstanceError(f"{cls.__name__}.{name}: settings are frozen once they are read")
+            default = getattr(cls, name, None)
+            object.__setattr__(self, name, coerced(value, hints[name], f"{cls.__name__}.{name}", default))
+
+        cls.__setattr__ = set_field  # type: ignore[method-assign]
+        cls.__post_init__ = check_group  # type: ignore[attr-defined]
+        return cls
+
+    return decorated
 
 
 def nearest(name: str, known: Collection[str], prefix: str = "") -> str:

@@ -11,8 +11,8 @@ from libra_jax.config.group import group
 from libra_jax.protocols import ConfigError
 
 
-@group
 @dataclass
+@group("cluster")
 class ClusterConfig:
     """Places of the actors."""
 
@@ -45,8 +45,8 @@ def _address(host: str, field_name: str) -> ipaddress.IPv4Address | ipaddress.IP
         ) from None
 
 
-@group
 @dataclass
+@group("gateway")
 class GatewayConfig:
     """The gateway: the address at which agents ask for outputs (docs/reference/gateway.md), and its limits."""
 
@@ -87,8 +87,8 @@ class GatewayConfig:
             check(bool(getattr(self, name)), f"gateway.{name}", 'is empty; use "none" for no parser')
 
 
-@group
 @dataclass
+@group("telemetry")
 class TelemetryConfig:
     """Reports of a run."""
 
@@ -114,8 +114,8 @@ class TelemetryConfig:
         )
 
 
-@group
 @dataclass
+@group("deadlines")
 class DeadlineConfig:
     """Longest waits, in seconds. A wait that exceeds its deadline ends in an error that names the worker."""
 

@@ -42,8 +42,8 @@ SCHEDULES = {
 """Learning-rate schedules by name, and which of the settings that not all schedules share each of them reads."""
 
 
-@group
 @dataclass
+@group("optimizer")
 class OptimizerConfig:
     """optax optimizer and schedule."""
 

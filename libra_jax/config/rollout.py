@@ -12,8 +12,8 @@ from libra_jax.config.engine_arguments import FIELD, check_engine_arguments
 from libra_jax.config.group import group
 
 
-@group
 @dataclass
+@group("rollout")
 class RolloutConfig:
     """The engines and their sampling."""
 
@@ -141,8 +141,8 @@ POLICIES = (
 ORDERINGS = ("auto", "fcfs", "longest_first", "shortest_first", "oldest_longest_first", "group_completion")
 
 
-@group
 @dataclass
+@group("scheduler.costs")
 class CostConfig:
     """Costs of serving on real engines, as the scheduler sees them (libra_jax/scheduling/costs.py).
 
@@ -164,8 +164,8 @@ class CostConfig:
         check(0 <= self.scaling <= 1, "scheduler.costs.scaling", f"must lie in [0, 1], not {self.scaling}")
 
 
-@group
 @dataclass
+@group("scheduler")
 class SchedulerConfig:
     """Choice of the rollout instance that serves a request (libra_jax/scheduling). Tokens are generated ones."""
 

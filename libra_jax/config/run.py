@@ -59,8 +59,8 @@ MAY_CHANGE = (
 """Settings, and groups of settings, that a run may change when it goes on: none of them changes what it learns."""
 
 
-@group
 @dataclass
+@group("")
 class RunConfig:
     """A whole run."""
 

@@ -20,8 +20,8 @@ MOST_RANK = 512
 """Largest rank that vLLM's LoRA runtime serves (vllm/config/lora.py, 0.32)."""
 
 
-@group
 @dataclass
+@group("model.lora")
 class LoraConfig:
     """Low-rank adapters (LoRA, arXiv 2106.09685). A run with a rank above 0 trains adapters, and freezes all weights.
 
@@ -65,8 +65,8 @@ class LoraConfig:
         )
 
 
-@group
 @dataclass
+@group("model")
 class ModelConfig:
     """The policy. Set `path` for pretrained weights, or `preset` for random initial ones."""
 
@@ -104,8 +104,8 @@ class ModelConfig:
         check(self.logits_chunk > 0, "model.logits_chunk", f"must be positive, not {self.logits_chunk}")
 
 
-@group
 @dataclass
+@group("trainer")
 class TrainerConfig:
     """The trainer's mesh and the shapes it compiles for."""
 
@@ -220,8 +220,8 @@ class TrainerConfig:
         return self.data * self.replica_devices
 
 
-@group
 @dataclass
+@group("warm_start")
 class WarmStartConfig:
     """Supervised steps on the environment's demonstrations before reinforcement learning begins."""
 

@@ -17,8 +17,8 @@ from libra_jax import protocols
 from libra_jax.simulator import engine, trainer, training_side, trajectory, world
 
 
-@config_lib.group
 @dataclass
+@config_lib.group("faults")
 class FaultConfig:
     """Rates of the faults; 0 means never."""
 

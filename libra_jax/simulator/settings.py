@@ -40,8 +40,8 @@ IGNORED = (
 """Fields and groups that no simulated run reads."""
 
 
-@config_lib.group
 @dataclass
+@config_lib.group("")
 class SimulatedRun(config_lib.RunConfig):
     """A run's configuration with three more groups; `configs/simulate.py` fills it in."""
 

@@ -254,8 +254,8 @@ def _split(total: int, count: int, rng: random.Random) -> list[int]:
     return parts
 
 
-@config_lib.group
 @dataclass
+@config_lib.group("workload")
 class WorkloadConfig:
     """The simulated work."""
 

@@ -34,8 +34,8 @@ MakeScheduler = Callable[[request_costs.SchedulingCosts, known_lengths.Remaining
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
 
 
-@config_lib.group
 @dataclass
+@config_lib.group("simulation")
 class SimulationConfig:
     """The simulated cluster; the rest of a run (batches, layout, limits) is a `config_lib.RunConfig`.
 

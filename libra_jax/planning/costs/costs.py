@@ -33,8 +33,8 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value, by the dtypes that a config may name."""
 
 
-@config_lib.group
 @dataclass(unsafe_hash=True)
+@config_lib.group("simulation.coefficients")
 class Coefficients:
     """Shares of a sheet's peaks that software reaches, and fixed times; each with its source.
 
