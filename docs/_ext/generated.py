@@ -93,13 +93,15 @@ def config_pages() -> Iterator[tuple[str, str]]:
             if name.partition(".")[0] != section if section else "." in name:
                 continue
             facts = [f"`{_plain(kinds[name])}`", f"default `{setting.default}`", *filter(None, [unit(name)])]
-            lines += [f":::{{confval}} {name}", "", ", ".join(facts) + ".", "", _escaped(setting.meaning), ":::", ""]
+            summary = ", ".join(facts) + ". " + _escaped(setting.constraint)
+            lines += [f":::{{confval}} {name}", "", summary.rstrip(), "", _escaped(setting.meaning), ":::", ""]
         yield f"config_{title}.md", "\n".join(lines)
     yield "config.md", _listing("Config fields", CONFIG_INTRODUCTION, names)
 
 
 CONFIG_INTRODUCTION = """\
-Every setting of a run, one page a section. The text is the comment beside the field in `libra_jax/config/`.
+Every setting of a run, one page a section. The text is the comment beside the field in `libra_jax/config/`, and the
+values that the field takes are its constraint there.
 
 Set a field in a config file (`config.rollout.slots = 128`) or as a flag (`--config.rollout.slots=128`).
 `python launch/train.py --config=configs/quickstart.py --config_help=slots` prints the same on a terminal, with the

@@ -3,88 +3,76 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from libra_jax.config.checks import check
+from libra_jax.config.fields import Constraint, check_value
+from libra_jax.config.group import coerced
 
+Rules = Mapping[str, tuple[type, Constraint] | None]
+"""Type and constraint of each argument of a function; None: the function checks the value itself."""
 
-class Number(NamedTuple):
-    """A number from `least` to `most`."""
-
-    least: float = 0.0
-    most: float = math.inf
-    whole: bool = False
-    above: bool = False  # `least` itself is refused
-    optional: bool = False  # None is taken
-
-    def takes(self, value: Any) -> bool:
-        if value is None:
-            return self.optional
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
-            return False
-        return math.isfinite(value) and self.least <= value <= self.most and not (self.above and value == self.least)
-
-    def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        if self.most < math.inf:
-            return f"{kind} in {'(' if self.above else '['}{self.least:g}, {self.most:g}]"
-        return f"{kind} {'above' if self.above else 'of at least'} {self.least:g}"
-
-
-class Switch(NamedTuple):
-    """True or False."""
-
-    def takes(self, value: Any) -> bool:
-        return isinstance(value, bool)
-
-    def __str__(self) -> str:
-        return "True or False"
-
-
-_SHARE = Number(most=1.0)
-_CRITIC: dict[str, Number | Switch] = {
-    "discount": _SHARE,
-    "turn_discount": Number(most=1.0, optional=True),
-    "trace_decay": _SHARE,
-    "whitened": Switch(),
-}
-_COST_RULE: dict[str, Number | Switch] = {"tail_power": Number(1.0), "move_margin": Number(1.0), "reserve": _SHARE}
-ARGUMENTS: dict[str, dict[str, Number | Switch]] = {
-    "distillation": {"reward_weight": Number()},
+_SHARE = (float, Constraint(ge=0, le=1))
+_POSITIVE = (float, Constraint(gt=0))
+_NOT_NEGATIVE = (float, Constraint(ge=0))
+_COUNT = (int, Constraint(ge=0))
+_ANY_NUMBER = (float, Constraint())
+_SWITCH = (bool, Constraint())
+_CRITIC: Rules = {"discount": _SHARE, "turn_discount": _SHARE, "trace_decay": _SHARE, "whitened": _SWITCH}
+_AT_LEAST_ONE = (float, Constraint(ge=1))
+_COST_RULE: Rules = {"tail_power": _AT_LEAST_ONE, "move_margin": _AT_LEAST_ONE, "reserve": _SHARE}
+ARGUMENTS: Mapping[str, Rules] = {
+    "distillation": {"reward_weight": _NOT_NEGATIVE},
     "gae": _CRITIC,
-    "egae": {**_CRITIC, "length_scale": Number(), "ignored_tokens": Number(whole=True), "bound": Number()},
-    "minimum_variance": {"weighted": Switch(), "cap": Number(), "by_length": Switch()},
-    "sapo": {"tau_positive": Number(above=True), "tau_negative": Number(above=True)},
+    "egae": {
+        **_CRITIC,
+        "length_scale": _NOT_NEGATIVE,
+        "ignored_tokens": _COUNT,
+        "bound": _NOT_NEGATIVE,
+    },
+    "minimum_variance": {"weighted": _SWITCH, "cap": _NOT_NEGATIVE, "by_length": _SWITCH},
+    "sapo": {"tau_positive": _POSITIVE, "tau_negative": _POSITIVE},
     "bapo": {
         "most_low": _SHARE,
-        "most_high": Number(),
-        "low_step": Number(above=True),
-        "high_step": Number(above=True),
+        "most_high": _NOT_NEGATIVE,
+        "low_step": _POSITIVE,
+        "high_step": _POSITIVE,
         "positive_share": _SHARE,
     },
-    "clip_cov": {"share": _SHARE, "least": Number(-math.inf), "most": Number(-math.inf)},
-    "kl_cov": {"share": _SHARE, "coefficient": Number()},
+    "clip_cov": {"share": _SHARE, "least": _ANY_NUMBER, "most": _ANY_NUMBER},
+    "kl_cov": {"share": _SHARE, "coefficient": _NOT_NEGATIVE},
     "cmlfq": _COST_RULE,
     "oracle": _COST_RULE,
     "clairvoyant": {"reserve": _SHARE},
-    "cmlfq_authors": {"max_residents": Number(whole=True)},
-    "heddle": {"preempt_ratio": Number(1.0)},
-    "length_predictor": {"sigma": Number()},
-    "mlfq": {"quantum": Number(whole=True)},
-    "sticky": {"threshold": Number()},
+    "cmlfq_authors": {"max_residents": _COUNT},
+    "heddle": {"preempt_ratio": _AT_LEAST_ONE},
+    "length_predictor": {"sigma": _NOT_NEGATIVE},
+    "mlfq": {"quantum": _COUNT},
+    "sticky": {"threshold": _NOT_NEGATIVE},
 }
-"""Of each built-in function and policy with arguments. Others take none. Their signatures have the defaults."""
+"""Arguments of each built-in function and policy that has any. Their signatures have the defaults."""
 
 
-def check_arguments(name: str, arguments: Mapping[str, Any], field_name: str) -> None:
-    """Raises ConfigError unless a built-in function or policy takes the arguments. Those of users' are not known."""
-    if ":" in name:
-        return
-    known = ARGUMENTS.get(name, {})
+def check_arguments(
+    name: str, arguments: Mapping[str, Any], field_name: str, functions: Mapping[str, Rules] = ARGUMENTS
+) -> None:
+    """Raises ConfigError unless a built-in function or policy takes the arguments. A user's function takes any here.
+
+    Args:
+      name: name of the function, or "package.module:function".
+      arguments: its keyword arguments.
+      field_name: the setting that holds the arguments.
+      functions: arguments of each built-in function that has any; others take none.
+    """
+    rules = functions.get(name, {})
     for key, value in arguments.items():
-        near = difflib.get_close_matches(str(key), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
-        check(key in known, field_name, f"{name} takes no argument {key!r}; {hint}")
-        check(known[key].takes(value), field_name, f"{key} must be {known[key]}, not {value!r}")
+        check(isinstance(key, str), field_name, f"{key!r} is not the name of an argument")
+        if ":" in name:
+            continue
+        near = difflib.get_close_matches(key, rules, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(rules) or 'none'}"
+        check(key in rules, field_name, f"{name} takes no argument {key!r}; {hint}")
+        if (rule_of_key := rules[key]) and (value is not None or key != "turn_discount"):  # None: no discount of turns
+            kind, rule = rule_of_key
+            check_value(coerced(value, kind, f"config.{field_name}.{key}"), rule, f"{field_name}.{key}")

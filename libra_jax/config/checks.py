@@ -10,6 +10,9 @@ from typing import Any
 
 from libra_jax.protocols import ConfigError
 
+DEGREES = (1, 2, 4, 8)
+"""Tensor-parallel degrees of an instance."""
+
 
 def check(condition: bool, field_name: str, problem: str) -> None:
     """Raises ConfigError naming the field unless `condition` holds."""

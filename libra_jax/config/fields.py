@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, Unpack, cast, overload
@@ -27,8 +28,9 @@ class Constraint(TypedDict, total=False):
       nonempty: an empty text or tuple is refused.
       unique: a tuple that holds an item twice is refused.
       ascending: a tuple whose items do not ascend is refused.
-      needs: name of another setting of the group, and its values with which this setting has an effect; without values,
-        any but 0, "" and False. With other values, a setting that differs from its default is refused.
+      needs: name of another setting (of another group: its full name), and its values with which this setting has an
+        effect; without values, any but 0, "" and False. A run is refused in which this setting has no effect and
+        differs from its default. With a function of the user's own, each setting has an effect.
       hint: end of the sentence that refuses a value.
     """
 
@@ -124,36 +126,40 @@ def _check_number(value: float, rule: Constraint, name: str, hint: str) -> None:
     if not math.isfinite(value):
         infinite = rule.get("infinite", False)
         check(infinite and not math.isnan(value), name, f"must be a {'' if infinite else 'finite '}number, not {value}")
-    above = value > rule.get("gt", -math.inf) and value >= rule.get("ge", -math.inf)
-    below = value < rule.get("lt", math.inf) or value <= rule.get("le", math.inf)
+    above = value > rule["gt"] if "gt" in rule else value >= rule.get("ge", value)
+    below = value < rule["lt"] if "lt" in rule else value <= rule.get("le", value)
     check(above and below, name, f"must {bounds(rule)}, not {value}{hint}")
     check(value in rule.get("choices", (value,)), name, f"{value} is not one of {listed(rule)}{hint}")
 
 
-def check_fields(group: Any, place: str) -> None:
-    """Checks each setting of a group.
-
-    Args:
-      group: the settings.
-      place: full name of the group; empty for the run itself.
-
-    Raises:
-      ConfigError: a setting does not take its value, or the value has no effect.
-    """
-    prefix = f"{place}." if place else ""
+def check_fields(group: Any, prefix: str) -> None:
+    """Raises ConfigError unless each setting of a group, whose names begin with `prefix`, takes its value."""
     for item in dataclasses.fields(group):
-        value, rule = getattr(group, item.name), constraint_of(item)
-        check_value(value, rule, prefix + item.name)
-        if "needs" in rule and value != (default := default_of(item)):
+        check_value(getattr(group, item.name), constraint_of(item), prefix + item.name)
+
+
+def check_effects(run: Any, group: Any = None, prefix: str = "") -> None:
+    """Raises ConfigError if a setting of a run, or of one of its groups, has a value that has no effect."""
+    for item in dataclasses.fields(group or run):
+        value, rule = getattr(group or run, item.name), constraint_of(item)
+        if dataclasses.is_dataclass(value):
+            check_effects(run, value, f"{prefix}{item.name}.")
+        elif "needs" in rule and value != (default := default_of(item)):
             partner, *values = rule["needs"]
-            chosen = getattr(group, partner)
+            partner = partner if "." in partner else prefix + partner
+            chosen = functools.reduce(getattr, partner.split("."), run)
             own = isinstance(chosen, str) and ":" in chosen
             check(
                 own or (chosen in values if values else bool(chosen)),
                 prefix + item.name,
-                f"{value!r} has no effect with {prefix}{partner}={chosen}; leave it at {default!r}, or set "
-                f"{prefix}{partner}{' to ' + either(values) if values else ''}",
+                f"{_shown(value)} has no effect with {partner}={_shown(chosen)}; leave it at {_shown(default)}, or set "
+                + partner
+                + (f" to {either(values)}" if values else ""),
             )
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def described(rule: Constraint) -> str:

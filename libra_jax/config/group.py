@@ -82,7 +82,7 @@ _FROZEN = "_frozen"
 """Entry of a group's `__dict__` that says that no field may be set any more."""
 
 
-def group(place: str) -> Callable[[type[T]], type[T]]:
+def group(place: str | None) -> Callable[[type[T]], type[T]]:
     """Makes a class a group of settings, whose fields can be set until `freeze`. `dataclass` decorates its result.
 
     A new group is checked by its fields' constraints, and then by its `__post_init__`, which checks how its settings
@@ -90,7 +90,8 @@ def group(place: str) -> Callable[[type[T]], type[T]]:
     whose `__setattr__` it can see. So a mistyped field of a config file is an error for mypy and at run time.
 
     Args:
-      place: full name of the group, such as "model.lora"; empty for the run itself.
+      place: full name of the group, such as "model.lora"; empty for the run itself. None: a group of many places, whose
+        fields `check_fields` checks where the place is known.
 
     Raises (when a field is set):
       ConfigError: the group has no such field (the message offers the nearest name), or the value is of the wrong type.
@@ -104,7 +105,8 @@ def group(place: str) -> Callable[[type[T]], type[T]]:
         check_relations: Callable[[T], None] | None = getattr(cls, "__post_init__", None)
 
         def check_group(self: T) -> None:
-            check_fields(self, place)
+            if place is not None:
+                check_fields(self, f"{place}." if place else "")
             if check_relations:
                 check_relations(self)
 

@@ -1,4 +1,4 @@
-"""Lists a config's settings for `--config_help`: name, value and meaning, from the dataclasses' own comments."""
+"""Lists a config's settings for help and docs: meanings are the comments beside fields, constraints their metadata."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast, get_type_hints
 
+from libra_jax.config.fields import constraint_of, default_of, described
+
 WIDTH = 110
 
 
@@ -22,11 +24,13 @@ class Setting(NamedTuple):
       name: full name, such as `optimizer.learning_rate`.
       default: default value as Python writes it.
       meaning: comment of the field, on one line.
+      constraint: the values that the field takes, in words; empty if its type says all.
     """
 
     name: str
     default: str
     meaning: str
+    constraint: str
 
 
 def listing(config_type: type[Any], word: str = "", values: Mapping[str, object] | None = None) -> str:
@@ -49,7 +53,8 @@ def listing(config_type: type[Any], word: str = "", values: Mapping[str, object]
         value = setting.default if values is None else repr(values[setting.name])
         beside = "" if value == setting.default else f"   # default: {setting.default}"
         lines.append(f"--config.{setting.name}={value}{beside}")
-        lines += textwrap.wrap(setting.meaning, WIDTH, initial_indent=indent, subsequent_indent=indent)
+        for text in (setting.meaning, setting.constraint):
+            lines += textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)
 
 
@@ -76,9 +81,9 @@ def settings(config_type: type[Any], prefix: str = "") -> Iterator[Setting]:
         if dataclasses.is_dataclass(kind):
             yield from settings(cast("type[Any]", kind), f"{name}.")
             continue
-        made = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        made, constraint = default_of(item), described(constraint_of(item))
         default = "(required)" if made is dataclasses.MISSING else repr(made)
-        yield Setting(name, default, meanings.get(item.name, ""))
+        yield Setting(name, default, meanings.get(item.name, ""), constraint)
 
 
 def _meanings(config_type: type[Any]) -> dict[str, str]:

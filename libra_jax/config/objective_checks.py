@@ -86,24 +86,6 @@ def check_algorithm(run: RunConfig) -> None:
         f"{algorithm.minibatches} parts of whole groups cannot be made of coordinator.groups_per_step = "
         f"{run.coordinator.groups_per_step} groups; lower it, or raise that",
     )
-    for name, reads, partner, instead in (
-        ("clip_low", algorithm.loss not in ("sapo", "kl_cov"), "loss", "clipped"),
-        ("clip_high", algorithm.loss not in ("sapo", "kl_cov"), "loss", "clipped"),
-        ("dual_clip", algorithm.loss not in ("cispo", "sapo", "gmpo", "kl_cov"), "loss", "clipped or gspo"),
-        ("correction_cap", algorithm.correction != "none", "correction", "truncated or masked"),
-        ("correction_floor", algorithm.correction == "masked", "correction", "masked"),
-        ("correction_level", algorithm.correction != "none", "correction", "truncated or masked"),
-        ("sequence_length_constant", algorithm.aggregation == "sequence_sum", "aggregation", "sequence_sum"),
-        ("proximal", algorithm.objective == "decoupled", "objective", "decoupled"),
-    ):
-        value, default = getattr(algorithm, name), getattr(defaults, name)
-        shown, usual = (f"{item:g}" if isinstance(item, float) else item for item in (value, default))
-        check(
-            reads or value == default,
-            f"algorithm.{name}",
-            f"{shown} has no effect with algorithm.{partner}={getattr(algorithm, partner)}; leave it at "
-            f"{usual}, or set algorithm.{partner}={instead}",
-        )
     arguments = run.rollout.engine_arguments
     quantises = [name for name in ("quantization", "quantization_config") if arguments.get(name)]
     if arguments.get("kv_cache_dtype", "auto") not in engine_arguments.PLAIN_CACHES:
@@ -135,11 +117,6 @@ def check_teacher(run: RunConfig) -> None:
         "://" not in algorithm.teacher or re.match(r"https?://[^/:]", algorithm.teacher) is not None,
         "algorithm.teacher",
         f"{algorithm.teacher!r} is no URL of a server; write http://host:port/v1",
-    )
-    check(
-        not algorithm.teacher or algorithm.kl_coefficient > 0,
-        "algorithm.teacher",
-        "has no effect with algorithm.kl_coefficient=0; set a coefficient above 0, or leave it out",
     )
     check(
         algorithm.teacher_served or not algorithm.teacher_arguments,

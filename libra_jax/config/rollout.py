@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax.config.arguments import check_arguments
-from libra_jax.config.checks import check, check_choice, check_temperature
-from libra_jax.config.engine_arguments import FIELD, check_engine_arguments
+from libra_jax.config.checks import DEGREES, LEAST_TEMPERATURE, MOST_TEMPERATURE, check
+from libra_jax.config.engine_arguments import check_engine_arguments
+from libra_jax.config.fields import field
 from libra_jax.config.group import group
 
 
@@ -17,101 +18,66 @@ from libra_jax.config.group import group
 class RolloutConfig:
     """The engines and their sampling."""
 
-    engine: str = "vllm"  # inference engine: vllm; fake is the test double
-    tensor_parallel: tuple[int, ...] = (1,)  # tensor-parallel degree of each instance
+    engine: str = field("vllm", choices=("vllm", "fake"))  # inference engine: vllm; fake is the test double
+    # Tensor-parallel degree of each instance.
+    tensor_parallel: tuple[int, ...] = field((1,), choices=DEGREES, nonempty=True)
     # Accelerator of each instance, by the name of its sheet (docs/guides/mixed_hardware.md); empty: all have the same.
     accelerators: tuple[str, ...] = ()
-    slots: int = 64  # requests an instance decodes at once (vLLM's max_num_seqs)
-    slots_by_instance: tuple[int, ...] = ()  # slots of each instance; empty: slots for all
-    max_context: int = 512  # longest context, in tokens (prompt, tools and generated)
-    max_tokens: int = 96  # most generated tokens of a turn
-    temperature: float = 1.0  # sampling temperature, 0.01 to 2; the trainer scores with the same
-    top_p: float = 1.0  # refused below 1: every loss here is a function of probability ratios (log-prob contract)
-    top_k: int = 0  # 0 is off; refused above 0, for the reason of top_p
-    dtype: str = "float32"  # dtype of engine weights, and of weight sync on the wire
-    kv_cache_gib: float = 0.5  # GiB of KV cache of an instance on CPU
+    slots: int = field(64, gt=0)  # requests an instance decodes at once (vLLM's max_num_seqs)
+    slots_by_instance: tuple[int, ...] = field((), gt=0)  # slots of each instance; empty: slots for all
+    max_context: int = field(512, gt=0)  # longest context, in tokens (prompt, tools and generated)
+    max_tokens: int = field(96, gt=0)  # most generated tokens of a turn
+    # Sampling temperature, 0.01 to 2; the trainer scores with the same.
+    temperature: float = field(1.0, ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE, hint="vLLM samples at no other")
+    # Refused below 1: every loss here is a function of probability ratios (log-prob contract).
+    top_p: float = field(1.0, gt=0, le=1)
+    top_k: int = field(0, ge=0)  # 0 is off; refused above 0, for the reason of top_p
+    # Dtype of engine weights, and of weight sync on the wire.
+    dtype: str = field("float32", choices=("float32", "bfloat16", "float16"))
+    kv_cache_gib: float = field(0.5, gt=0)  # GiB of KV cache of an instance on CPU
     # On CPU: the core of each worker, instance by instance; empty: not pinned. Under Ray, all processes of an instance
     # stay on its cores.
     cores: tuple[int, ...] = ()
-    gpu_memory_fraction: float = 0.85  # share of a device's memory for the engine (CUDA)
-    stream_interval: int = 16  # tokens between two deltas of a request
+    gpu_memory_fraction: float = field(0.85, gt=0, le=1)  # share of a device's memory for the engine (CUDA)
+    stream_interval: int = field(16, gt=0)  # tokens between two deltas of a request
     enforce_eager: bool = True  # start without compiled graphs, which is faster; set False on GPU
     # Further arguments of vLLM's AsyncEngineArgs, e.g. {"max_num_batched_tokens": 8192}; docs/guides/engine_options.md.
     # Arguments that break the log-prob contract, or that other settings give, are refused by name.
-    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict, needs=("engine", "vllm"))
     # Transport of weights: memfd (any device; a weight relay on every other host), ipc (GPUs of the trainer's
     # only process), nccl (other GPUs; any number of instances and of the trainer's processes).
-    transport: str = "memfd"
-    chunk_mib: int = 256  # MiB of a chunk of weights
+    transport: str = field("memfd", choices=("memfd", "ipc", "nccl"))
+    chunk_mib: int = field(256, gt=0)  # MiB of a chunk of weights
     # Most engines of a host that take new weights at once; 0: all. The others decode meanwhile, under older weights.
     # Those after the first stop for the load alone, and not until the trainer has gathered its weights. memfd only.
-    sync_at_once: int = 0
+    sync_at_once: int = field(0, ge=0, needs=("transport", "memfd"))
     # Weight syncs from one that sends whole chunks to the next. Those between send changed elements only to other
     # hosts, which takes memory for one more snapshot on the trainer's host. 1: all send whole chunks. memfd only.
-    full_sync_every: int = 1
+    full_sync_every: int = field(1, gt=0, needs=("transport", "memfd"))
     # Engines compare the xxh3 checksum of each chunk, on one host, too. Weight relays between hosts and hybrid workers
     # compare it in any case.
     checksum: bool = False
     # Processes that run the agent loops (environments, tools, rewards) beside the engines; 0: the coordinator does.
     # Several machines share them, those that roll out (docs/concepts/loop_workers.md).
-    loop_workers: int = 0
-    generation_retries: int = 8  # times a request may be resumed after its engine failed
-    restarts: int = 3  # times that a dead engine is restarted
-    health_seconds: float = 10.0  # seconds between two health checks of an instance
+    loop_workers: int = field(0, ge=0)
+    generation_retries: int = field(8, ge=0)  # times a request may be resumed after its engine failed
+    restarts: int = field(3, ge=0)  # times that a dead engine is restarted
+    health_seconds: float = field(10.0, gt=0)  # seconds between two health checks of an instance
 
     def __post_init__(self) -> None:
-        check_choice(self.engine, ("vllm", "fake"), "rollout.engine")
         check_engine_arguments(self.engine_arguments)
-        check(
-            not self.engine_arguments or self.engine == "vllm",
-            FIELD,
-            f"are vLLM's, and rollout.engine={self.engine} takes none; leave them out",
-        )
-        check(len(self.tensor_parallel) > 0, "rollout.tensor_parallel", "needs at least one instance")
-        for degree in self.tensor_parallel:
-            check(degree in (1, 2, 4, 8), "rollout.tensor_parallel", f"{degree} is not one of 1, 2, 4, 8")
-        check(
-            len(self.accelerators) in (0, len(self.tensor_parallel)),
-            "rollout.accelerators",
-            f"has {len(self.accelerators)} entries for the {len(self.tensor_parallel)} instances of tensor_parallel; "
-            "give one each, or none",
-        )
-        for name in ("slots", "max_context", "max_tokens", "stream_interval", "chunk_mib", "full_sync_every"):
-            check(getattr(self, name) > 0, f"rollout.{name}", f"must be positive, not {getattr(self, name)}")
-        for name in ("generation_retries", "restarts", "top_k", "loop_workers"):
-            check(getattr(self, name) >= 0, f"rollout.{name}", f"must not be negative, not {getattr(self, name)}")
-        given, instances = self.slots_by_instance, len(self.tensor_parallel)
-        check(
-            len(given) in (0, instances),
-            "rollout.slots_by_instance",
-            f"has {len(given)} entries for the {instances} instances of tensor_parallel; give one each, or none",
-        )
-        check(all(slots > 0 for slots in given), "rollout.slots_by_instance", f"must be positive, not {given}")
-        check(
-            len(self.cores) in (0, sum(self.tensor_parallel)),
-            "rollout.cores",
-            f"has {len(self.cores)} entries for the {sum(self.tensor_parallel)} workers of tensor_parallel; give one "
-            "each, or none",
-        )
-        check(self.health_seconds > 0, "rollout.health_seconds", f"must be positive, not {self.health_seconds}")
-        check_temperature(self.temperature, "rollout.temperature")
-        check(0 < self.top_p <= 1, "rollout.top_p", f"must lie in (0, 1], not {self.top_p}")
-        fraction = self.gpu_memory_fraction
-        check(0 < fraction <= 1, "rollout.gpu_memory_fraction", f"must lie in (0, 1], not {fraction}")
-        check(self.kv_cache_gib > 0, "rollout.kv_cache_gib", f"must be positive, not {self.kv_cache_gib}")
-        check_choice(self.dtype, ("float32", "bfloat16", "float16"), "rollout.dtype")
-        check_choice(self.transport, ("memfd", "ipc", "nccl"), "rollout.transport")
-        check(self.sync_at_once >= 0, "rollout.sync_at_once", f"must not be negative, not {self.sync_at_once}")
-        check(
-            not self.sync_at_once or self.transport == "memfd",
-            "rollout.sync_at_once",
-            f"rollout.transport={self.transport} sends each version once, to all engines; set it to 0, or use memfd",
-        )
-        check(
-            self.full_sync_every == 1 or self.transport == "memfd",
-            "rollout.full_sync_every",
-            f"rollout.transport={self.transport} always sends whole weights; set it to 1, or use memfd",
-        )
+        instances, workers = len(self.tensor_parallel), sum(self.tensor_parallel)
+        for name, count, counted in (
+            ("accelerators", instances, "instances"),
+            ("slots_by_instance", instances, "instances"),
+            ("cores", workers, "workers"),
+        ):
+            entries = len(getattr(self, name))
+            check(
+                entries in (0, count),
+                f"rollout.{name}",
+                f"has {entries} entries for the {count} {counted} of tensor_parallel; give one each, or none",
+            )
 
     @property
     def kinds(self) -> tuple[tuple[int, str], ...]:
@@ -149,19 +115,14 @@ class CostConfig:
     The defaults are of the order of a 14-billion-parameter model on 80 GB GPUs. The simulator has its own model.
     """
 
-    step_seconds: float = 0.02  # seconds of one decode step of one request with no context, at tensor-parallel degree 1
-    request_seconds: float = 1e-4  # seconds that each further request adds to the step
-    context_seconds: float = 1e-7  # seconds that each token of context adds to the step
-    scaling: float = 0.7  # share of each further device that tensor parallelism turns into speed; 1 is perfect
-    prefill_tokens_per_second: float = 6000.0  # prefill speed at degree 1, for moves that prefill the context again
-
-    def __post_init__(self) -> None:
-        for name in ("step_seconds", "prefill_tokens_per_second"):
-            check(getattr(self, name) > 0, f"scheduler.costs.{name}", f"must be positive, not {getattr(self, name)}")
-        for name in ("request_seconds", "context_seconds"):
-            value = getattr(self, name)
-            check(value >= 0, f"scheduler.costs.{name}", f"must not be negative, not {value}")
-        check(0 <= self.scaling <= 1, "scheduler.costs.scaling", f"must lie in [0, 1], not {self.scaling}")
+    # Seconds of one decode step of one request with no context, at tensor-parallel degree 1.
+    step_seconds: float = field(0.02, gt=0)
+    request_seconds: float = field(1e-4, ge=0)  # seconds that each further request adds to the step
+    context_seconds: float = field(1e-7, ge=0)  # seconds that each token of context adds to the step
+    # Share of each further device that tensor parallelism turns into speed; 1 is perfect.
+    scaling: float = field(0.7, ge=0, le=1)
+    # Prefill speed at degree 1, for moves that prefill the context again.
+    prefill_tokens_per_second: float = field(6000.0, gt=0)
 
 
 @dataclass
@@ -171,49 +132,36 @@ class SchedulerConfig:
 
     # Policy: cmlfq, cmlfq_paper (as published), cmlfq_authors (as their code applies it), round_robin, least_loaded,
     # sticky, sticky_cache, mlfq, length_predictor, heddle; oracle and clairvoyant know every length, in simulations.
-    policy: str = "cmlfq"
+    policy: str = field("cmlfq", choices=POLICIES)
     # Arguments of the policy (docs/concepts/cmlfq.md), such as {"move_margin": 1.0} of cmlfq.
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    max_remaining_tokens: tuple[
-        int, ...
-    ] = ()  # upper bounds of the buckets in tokens, one for each tensor-parallel degree but the largest
-    ordering: str = "auto"  # order inside a bucket: auto (as the policy was published), fcfs, longest_first, ...
-    ageing_seconds: float = 900.0  # seconds of waiting after which a request goes before all others, to any instance
-    window: int = 200  # remaining lengths that a node of a prefix tree keeps
-    tree_nodes: int = 50_000  # most nodes of a prefix tree; the least recently used are dropped
-    path_depth: int = 16  # tool returns of a path that a prefix tree distinguishes
-    half_life: int = 4096  # finished trajectories after which unrenewed evidence weighs half
+    # Upper bounds of the buckets in tokens, one for each tensor-parallel degree but the largest.
+    max_remaining_tokens: tuple[int, ...] = field((), gt=0, ascending=True)
+    # Order inside a bucket: auto (as the policy was published), fcfs, longest_first, ...
+    ordering: str = field("auto", choices=ORDERINGS)
+    # Seconds of waiting after which a request goes before all others, to any instance.
+    ageing_seconds: float = field(900.0, gt=0)
+    window: int = field(200, gt=0)  # remaining lengths that a node of a prefix tree keeps
+    tree_nodes: int = field(50_000, gt=0)  # most nodes of a prefix tree; the least recently used are dropped
+    path_depth: int = field(16, gt=0)  # tool returns of a path that a prefix tree distinguishes
+    half_life: int = field(4096, gt=0)  # finished trajectories after which unrenewed evidence weighs half
     learnt_from: tuple[str, ...] = ()  # workdirs of other runs, whose schedulers' evidence this run starts with
     # cmlfq, heddle: what predicts the tokens left. causes: tool returns, the course of turns, siblings, tokens so far;
     # blind: without what tools returned; mean: one distribution of lengths for all requests, and the tokens so far.
-    evidence: str = "causes"
+    evidence: str = field("causes", choices=("causes", "blind", "mean"))
     # Segments of a rollout (summarised histories, sub-agents). related: a segment goes where its parent's context is,
     # and is compared with siblings' segments of its number; independent: a request that has nothing to do with others.
-    segments: str = "related"
-    prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence
+    segments: str = field("related", choices=("related", "independent"))
+    prior_count: float = field(8.0, gt=0)  # cmlfq: samples at which a node weighs as much as the wider evidence
     # Which instance with a free slot takes a new request. slots: any; cache: one whose KV cache has room for it beside
     # those that it serves; auto: cache for cmlfq, sticky_cache, oracle and clairvoyant, slots for the others.
-    admission: str = "auto"
-    cache_share: float = 0.9  # admission by cache: share of an instance's KV cache that its requests may fill
+    admission: str = field("auto", choices=("auto", "slots", "cache"))
+    # Admission by cache: share of an instance's KV cache that its requests may fill.
+    cache_share: float = field(0.9, gt=0)
     costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
-        check_choice(self.policy, POLICIES, "scheduler.policy")
         check_arguments(self.policy, self.arguments, "scheduler.arguments")
-        check_choice(self.ordering, ORDERINGS, "scheduler.ordering")
-        check_choice(self.evidence, ("causes", "blind", "mean"), "scheduler.evidence")
-        check_choice(self.segments, ("related", "independent"), "scheduler.segments")
-        bounds = self.max_remaining_tokens
-        check(all(bound > 0 for bound in bounds), "scheduler.max_remaining_tokens", f"must be positive, not {bounds}")
-        check(
-            list(bounds) == sorted(set(bounds)),
-            "scheduler.max_remaining_tokens",
-            f"must ascend from the narrowest bucket to the widest, not {bounds}",
-        )
-        for name in ("window", "tree_nodes", "path_depth", "half_life", "prior_count", "ageing_seconds"):
-            check(getattr(self, name) > 0, f"scheduler.{name}", f"must be positive, not {getattr(self, name)}")
-        check_choice(self.admission, ("auto", "slots", "cache"), "scheduler.admission")
-        check(self.cache_share > 0, "scheduler.cache_share", f"must be positive, not {self.cache_share}")
 
 
 def slots_by_degree(degrees: Sequence[int], slots: Sequence[int]) -> dict[int, int]:

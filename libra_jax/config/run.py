@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax.config import objective_checks
@@ -18,6 +18,7 @@ from libra_jax.config.coordination import (
     PlannerConfig,
 )
 from libra_jax.config.environments import SHARE_OF_CALLS, RewardConfig, SandboxConfig, TaskConfig, ToolsConfig
+from libra_jax.config.fields import check_effects, field
 from libra_jax.config.group import group
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, GatewayConfig, TelemetryConfig
 from libra_jax.config.optimizers import OptimizerConfig
@@ -64,11 +65,12 @@ MAY_CHANGE = (
 class RunConfig:
     """A whole run."""
 
-    name: str = "run"  # name of the run and of its default workdir
-    seed: int = 0  # seed of all random numbers, from 0 to 2**31 - 1
+    # Name of the run and of its default workdir.
+    name: str = field("run", nonempty=True, hint="it names the default workdir")
+    seed: int = field(0, ge=0, le=MAX_SEED)  # seed of all random numbers, from 0 to 2**31 - 1
     # Number of training steps. A finished run goes on if more steps are set. A learning rate that decays
     # (optimizer.schedule) then jumps up to its value in a run of the new length.
-    steps: int = 100
+    steps: int = field(100, gt=0)
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)
@@ -92,11 +94,9 @@ class RunConfig:
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 
     def __post_init__(self) -> None:
-        check(bool(self.name), "name", "must not be empty: it names the default workdir")
+        check_effects(self)
         check("/" not in self.name, "name", f"must hold no '/', as it names the default workdir, not {self.name!r}")
-        check(self.steps > 0, "steps", f"must be positive, not {self.steps}")
         check(self.name.isprintable(), "name", f"must be printable and on one line, not {self.name!r}")
-        check(0 <= self.seed <= MAX_SEED, "seed", f"must lie in [0, {MAX_SEED}], not {self.seed}")
         check(
             self.rollout.max_tokens < self.rollout.max_context,
             "rollout.max_tokens",
@@ -173,16 +173,6 @@ class RunConfig:
 
     def _check_elastic(self) -> None:
         elastic, instances = self.elastic, len(self.rollout.tensor_parallel)
-        check(
-            self.gateway.processes == 1 or self.cluster.backend == "ray",
-            "gateway.processes",
-            f"{self.gateway.processes} processes need cluster.backend=ray",
-        )
-        check(
-            self.trainer.processes == 1 or self.cluster.backend == "ray",
-            "trainer.processes",
-            f"{self.trainer.processes} processes need cluster.backend=ray",
-        )
         check(
             self.trainer.processes == 1 or not elastic.spare_devices,
             "elastic.spare_devices",

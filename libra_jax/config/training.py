@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from libra_jax.config.checks import check, check_choice, check_finite, divisors, multiples
+from libra_jax.config.checks import check, check_choice, divisors, multiples
+from libra_jax.config.fields import field
 from libra_jax.config.group import group
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -29,40 +30,17 @@ class LoraConfig:
     the reference model of the KL term. A warm start still trains all weights, and the adapters begin after it.
     """
 
-    rank: int = 0  # rank of the adapters, 1 to 512; 0 is off: the run trains all weights
-    alpha: float = 32.0  # the product of an adapter is scaled by alpha / rank
+    # Rank of the adapters, 1 to 512; 0 is off: the run trains all weights.
+    rank: int = field(0, ge=0, le=MOST_RANK, hint="0 trains all weights")
+    alpha: float = field(32.0, gt=0)  # the product of an adapter is scaled by alpha / rank
     # Projections that get an adapter. With experts: q_proj, k_proj, v_proj and o_proj only, with sync=merge.
-    targets: tuple[str, ...] = PROJECTIONS
-    layers: tuple[int, ...] = ()  # numbers of the layers that get adapters, ascending from 0; empty: all layers
+    targets: tuple[str, ...] = field(PROJECTIONS, choices=PROJECTIONS, nonempty=True, unique=True)
+    # Numbers of the layers that get adapters, ascending from 0; empty: all layers.
+    layers: tuple[int, ...] = field((), ge=0, ascending=True)
     # What a weight sync sends: adapter (the adapter alone, to vLLM's LoRA runtime; needs rollout.transport=memfd), or
     # merge (all weights, with the adapter added). With merge and rollout.dtype=bfloat16, the sum is rounded.
-    sync: str = "adapter"
-    path: str = ""  # directory of a PEFT adapter to start from; empty: A is random and B is 0
-
-    def __post_init__(self) -> None:
-        check(
-            0 <= self.rank <= MOST_RANK,
-            "model.lora.rank",
-            f"must lie in [0, {MOST_RANK}], not {self.rank}; 0 trains all weights",
-        )
-        check_finite(self.alpha, "model.lora.alpha")
-        check(self.alpha > 0, "model.lora.alpha", f"must be positive, not {self.alpha}")
-        check(len(self.targets) > 0, "model.lora.targets", f"must name a projection: {', '.join(PROJECTIONS)}")
-        for name in self.targets:
-            check_choice(name, PROJECTIONS, "model.lora.targets")
-        check(len(set(self.targets)) == len(self.targets), "model.lora.targets", "names a projection twice")
-        layers = list(self.layers)
-        check(
-            layers == sorted(set(layers)) and all(layer >= 0 for layer in layers),
-            "model.lora.layers",
-            f"must ascend from 0 or more, not {self.layers}",
-        )
-        check_choice(self.sync, ("adapter", "merge"), "model.lora.sync")
-        check(
-            self.rank > 0 or not self.path,
-            "model.lora.path",
-            "has no effect with model.lora.rank=0; set the adapter's rank, or leave it out",
-        )
+    sync: str = field("adapter", choices=("adapter", "merge"))
+    path: str = field("", needs=("rank",))  # directory of a PEFT adapter to start from; empty: A is random and B is 0
 
 
 @dataclass
@@ -75,21 +53,20 @@ class ModelConfig:
     # Dtype of activations and matrix products: float32 or bfloat16. On GPUs and TPUs float32 sets
     # jax_default_matmul_precision=highest, unless JAX_DEFAULT_MATMUL_PRECISION is set. By default products would take
     # TF32 or bfloat16 inputs, and the trainer's log-probabilities would differ from the engine's.
-    compute_dtype: str = "float32"
+    compute_dtype: str = field("float32", choices=("float32", "bfloat16"))
     param_dtype: str = "float32"  # dtype of master weights and optimizer moments; only float32
     # Activations that the backward pass recomputes: none, dots (all but matmul outputs), full (all but the layers'
     # inputs), offload (like full, with the layers' inputs in the host's memory meanwhile).
-    remat: str = "none"
+    remat: str = field("none", choices=("none", "dots", "full", "offload"))
     # Kernel: chunked (any device), splash (TPU), cudnn (NVIDIA GPU, bfloat16; packed rows from Hopper on), or auto: the
     # device's own kernel where it can compute the rows, else chunked.
-    attention: str = "auto"
-    attention_chunk: int = 512  # queries and keys of a block of the chunked online softmax
+    attention: str = field("auto", choices=("auto", "chunked", "splash", "cudnn"))
+    attention_chunk: int = field(512, gt=0)  # queries and keys of a block of the chunked online softmax
     # Tokens whose vocabulary logits are in memory at once, on each device. Each device loops over its own rows.
-    logits_chunk: int = 1024
+    logits_chunk: int = field(1024, gt=0)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        check_choice(self.compute_dtype, ("float32", "bfloat16"), "model.compute_dtype")
         check(
             self.param_dtype != "bfloat16",
             "model.param_dtype",
@@ -98,10 +75,6 @@ class ModelConfig:
             "(model.compute_dtype). To save memory raise trainer.fsdp",
         )
         check_choice(self.param_dtype, ("float32",), "model.param_dtype")
-        check_choice(self.remat, ("none", "dots", "full", "offload"), "model.remat")
-        check_choice(self.attention, ("auto", "chunked", "splash", "cudnn"), "model.attention")
-        check(self.attention_chunk > 0, "model.attention_chunk", f"must be positive, not {self.attention_chunk}")
-        check(self.logits_chunk > 0, "model.logits_chunk", f"must be positive, not {self.logits_chunk}")
 
 
 @dataclass
@@ -110,28 +83,29 @@ class TrainerConfig:
     """The trainer's mesh and the shapes it compiles for."""
 
     # JAX platform: auto (what JAX finds, at most one GPU), cpu (as many virtual devices as the mesh has), cuda, tpu.
-    platform: str = "auto"
-    processes: int = 1  # number of trainer processes, with equal shares of the mesh; above 1 with cluster.backend=ray
-    data: int = 1  # number of data-parallel replicas
-    fsdp: int = 1  # number of shards of parameters and optimizer
-    tensor: int = 1  # number of shards of a layer's matrices
+    platform: str = field("auto", choices=("auto", "cpu", "cuda", "tpu"))
+    # Number of trainer processes, with equal shares of the mesh; above 1 with cluster.backend=ray.
+    processes: int = field(1, gt=0, needs=("cluster.backend", "ray"))
+    data: int = field(1, gt=0)  # number of data-parallel replicas
+    fsdp: int = field(1, gt=0)  # number of shards of parameters and optimizer
+    tensor: int = field(1, gt=0)  # number of shards of a layer's matrices
     # Number of parts that the tokens of a row are split into (context parallelism), for rows too long for one device.
     # The state is split over fsdp x context. Row lengths must divide by context x tensor. Fastest if it divides the
     # query heads of a tensor shard.
-    context: int = 1
-    row_tokens: int = 512  # tokens of a packed row; a longer trajectory gets a longer row from row_buckets
+    context: int = field(1, gt=0)
+    row_tokens: int = field(512, gt=0)  # tokens of a packed row; a longer trajectory gets a longer row from row_buckets
     # Further row lengths in tokens, ascending, all above row_tokens. Their programs compile in the background from the
     # trainer's start on.
     row_buckets: tuple[int, ...] = ()
     # Rows in a micro-batch, over all data and fsdp shards. 0: with platform=cpu, what the processor's cache holds
     # (docs/guides/cpu.md), else 8, or the next multiple of the shards.
-    rows_per_micro_batch: int = 0
+    rows_per_micro_batch: int = field(0, ge=0)
     # Dtype of the sums of gradients over micro-batches: float32, or bfloat16, which takes 2 bytes a parameter less and
     # rounds every sum.
-    accumulation_dtype: str = "float32"
+    accumulation_dtype: str = field("float32", choices=("float32", "bfloat16"))
     # Begin of a step: off (on the whole batch), group (on each finished group, while others still roll out), or
     # micro_batch (on finished groups that fill a micro-batch). The update is the same, but for rounding.
-    stream: str = "off"
+    stream: str = field("off", choices=("off", "group", "micro_batch"))
     # Rollouts of one prompt in one row that computes the prompt once. Their attention is the chunked kernel's, which is
     # slower than cuDNN's by more than that saves: not for GPUs.
     share_prompt: bool = False
@@ -143,39 +117,28 @@ class TrainerConfig:
     # Share of each GPU's memory that JAX reserves at its start (CUDA). The rest is for CUDA's context, NCCL and the
     # buffers of weight sync. Lower it if another program uses the trainer's GPUs. XLA_CLIENT_MEM_FRACTION in the
     # environment wins. Hybrid workers reserve nothing, because an engine shares their GPUs.
-    memory_fraction: float = 0.9
+    memory_fraction: float = field(0.9, gt=0, le=1)
     # Directory in which JAX keeps compiled programs for the next start, at most 16 GiB: auto (libra_jax/programs in
     # XDG_CACHE_HOME or ~/.cache on GPUs and TPUs, off on CPU), off, or a path. JAX_COMPILATION_CACHE_DIR wins. Its
     # files are code: nobody else may write there.
-    compilation_cache: str = "auto"
+    compilation_cache: str = field("auto", nonempty=True, hint="take auto, off or a path")
     # Peak FLOP/s of a device, for train/mfu. 0: of its hardware sheet (planning/costs/hardware.py). A device
     # without a sheet, such as a CPU, then has no train/mfu.
-    peak_flops: float = 0.0
+    peak_flops: float = field(0.0, ge=0)
     max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops
     # Times that a lost trainer is restarted from the last checkpoint. Groups trained since that checkpoint stay in
     # memory (about 20 bytes a token, and with routing replay the bytes of its experts: docs/guides/experts.md) and are
     # trained again. With 0, or checkpoint.every=0, its loss ends the run. So it does if checkpoints have failed for
     # more than 4 times checkpoint.every steps: no more groups are kept.
-    restarts: int = 3
+    restarts: int = field(3, ge=0)
 
     def __post_init__(self) -> None:
-        check_choice(self.accumulation_dtype, ("float32", "bfloat16"), "trainer.accumulation_dtype")
-        check_choice(self.stream, ("off", "group", "micro_batch"), "trainer.stream")
-        check_choice(self.platform, ("auto", "cpu", "cuda", "tpu"), "trainer.platform")
-        for name in ("processes", "data", "fsdp", "tensor", "context", "row_tokens"):
-            check(getattr(self, name) > 0, f"trainer.{name}", f"must be positive, not {getattr(self, name)}")
         check(
             self.devices % self.processes == 0,
             "trainer.processes",
             f"the mesh's {self.devices} devices do not divide over {self.processes} processes; use "
             f"{divisors(self.devices, self.processes)}",
         )
-        check(self.restarts >= 0, "trainer.restarts", f"must not be negative, not {self.restarts}")
-        fraction = self.memory_fraction
-        check(0 < fraction <= 1, "trainer.memory_fraction", f"must lie in (0, 1], not {fraction}")
-        check(bool(self.compilation_cache), "trainer.compilation_cache", "must be auto, off or a path")
-        check_finite(self.peak_flops, "trainer.peak_flops")
-        check(self.peak_flops >= 0, "trainer.peak_flops", f"must not be negative, not {self.peak_flops}")
         lengths = (self.row_tokens, *self.row_buckets)
         check(list(lengths) == sorted(set(lengths)), "trainer.row_buckets", "must ascend and exceed row_tokens")
         parts, named = self.context * self.tensor, f"tensor = {self.tensor}"
@@ -194,7 +157,6 @@ class TrainerConfig:
                 f"{length} does not divide over {named}; use {-(-length // fitting) * fitting}, the next multiple of "
                 f"{fitting}{other}",
             )
-        check(self.rows_per_micro_batch >= 0, "trainer.rows_per_micro_batch", "must not be negative")
         shards, rows = self.data * self.fsdp, self.micro_batch_rows
         check(
             rows % shards == 0,
@@ -225,16 +187,9 @@ class TrainerConfig:
 class WarmStartConfig:
     """Supervised steps on the environment's demonstrations before reinforcement learning begins."""
 
-    steps: int = 0  # most supervised steps
-    batch_size: int = 64  # demonstrations of a step
-    learning_rate: float = 3e-3  # constant learning rate of the supervised steps
-    target_loss: float = 0.0  # mean token loss at which the warm start ends early; 0 is off
+    steps: int = field(0, ge=0)  # most supervised steps
+    batch_size: int = field(64, gt=0)  # demonstrations of a step
+    learning_rate: float = field(3e-3, ge=0)  # constant learning rate of the supervised steps
+    target_loss: float = field(0.0, ge=0)  # mean token loss at which the warm start ends early; 0 is off
     # Arguments of task.source for demonstrations, in place of those in task.arguments: shorter or easier tasks.
     arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check(self.steps >= 0, "warm_start.steps", "must not be negative")
-        check(self.batch_size > 0, "warm_start.batch_size", "must be positive")
-        check_finite(self.learning_rate, "warm_start.learning_rate")
-        check(self.learning_rate >= 0, "warm_start.learning_rate", f"must not be negative, not {self.learning_rate}")
-        check(self.target_loss >= 0, "warm_start.target_loss", f"must not be negative, not {self.target_loss}")

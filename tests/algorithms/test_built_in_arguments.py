@@ -24,7 +24,7 @@ def test_the_table_has_the_arguments_of_every_function_and_takes_their_defaults(
         taken = inspect.signature(function).parameters.values()
         found.setdefault(name, {}).update({one.name: one.default for one in taken if one.name not in GIVEN})
     assert {name: set(defaults) for name, defaults in found.items() if defaults} == {
-        name: set(known) for name, known in arguments.ARGUMENTS.items()
+        name: set(known) for name, known in arguments.ARGUMENTS.items() if name not in config_lib.POLICIES
     }
     for name, defaults in found.items():
         arguments.check_arguments(name, defaults, "field")
@@ -36,16 +36,19 @@ def test_the_table_has_the_arguments_of_every_function_and_takes_their_defaults(
         ({"baseline": "minimum_variance", "baseline_arguments": {"caps": 8}}, "no argument 'caps'; did you mean 'cap'"),
         (
             {"baseline": "minimum_variance", "baseline_arguments": {"cap": -1}},
-            "cap must be a number of at least 0",
+            "cap: must not be negative, not -1",
         ),
-        ({"baseline": "minimum_variance", "baseline_arguments": {"cap": "8"}}, "cap must be a number .* not '8'"),
-        ({"advantage": "egae", "advantage_arguments": {"trace_decay": 2}}, r"must be a number in \[0, 1\], not 2"),
-        ({"advantage": "egae", "advantage_arguments": {"ignored_tokens": 8.5}}, "must be a whole number .* not 8.5"),
-        ({"advantage": "egae", "advantage_arguments": {"whitened": "no"}}, "whitened must be True or False, not 'no'"),
+        ({"baseline": "minimum_variance", "baseline_arguments": {"cap": "8"}}, "cap: must be of type float, not '8'"),
+        ({"advantage": "egae", "advantage_arguments": {"trace_decay": 2}}, r"trace_decay: must lie in \[0, 1\], not 2"),
+        (
+            {"advantage": "egae", "advantage_arguments": {"ignored_tokens": 8.5}},
+            "ignored_tokens: must be of type int, not 8.5",
+        ),
+        ({"advantage": "egae", "advantage_arguments": {"whitened": "no"}}, "whitened: must be of type bool, not 'no'"),
         ({"loss": "gspo", "loss_arguments": {"x": 1}}, "gspo takes no argument 'x'; it takes none"),
-        ({"loss": "sapo", "loss_arguments": {"tau_negative": 0}}, "must be a number above 0, not 0"),
+        ({"loss": "sapo", "loss_arguments": {"tau_negative": 0}}, "tau_negative: must be positive, not 0"),
     ],
 )
 def test_arguments_that_a_built_in_function_does_not_take_are_refused_by_the_config(settings, sentence):
-    with pytest.raises(protocols.ConfigError, match=rf"algorithm\.\w+_arguments: .*{sentence}"):
+    with pytest.raises(protocols.ConfigError, match=rf"algorithm\.\w+_arguments.*{sentence}"):
         config_lib.AlgorithmConfig(**settings)

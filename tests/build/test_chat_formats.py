@@ -90,7 +90,7 @@ def test_the_character_tokenizers_calls_stay_in_the_text_by_default():
 def test_an_unknown_parser_is_a_sentence_about_the_setting(thinks):
     with pytest.raises(protocols.ConfigError, match=r"config\.gateway\.tool_parser: .* did you mean 'hermes'"):
         chat_formats.make(thinks, config_lib.GatewayConfig(tool_parser="hermes_"))
-    with pytest.raises(protocols.ConfigError, match=r'gateway\.reasoning_parser: is empty; use "none"'):
+    with pytest.raises(protocols.ConfigError, match=r'gateway\.reasoning_parser: must not be empty; "none"'):
         config_lib.GatewayConfig(reasoning_parser="")
 
 

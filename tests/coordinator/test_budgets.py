@@ -99,7 +99,7 @@ def test_a_budget_of_ones_own_gets_total_and_bounds():
             r"algorithm\.budget_arguments: .*did you mean 'first'",
         ),
         ({"budget": "knapsack", "budget_arguments": {"first": 1}}, r"budget_arguments: .*takes none"),
-        ({"budget_least": 1}, r"budget_least: has no effect with algorithm\.budget=uniform"),
+        ({"budget_least": 1}, r"budget_least: 1 has no effect with algorithm\.budget=uniform"),
         ({"budget": "knapsack", "budget_least": 5}, r"coordinator\.group_size: 4 is the mean .* gives 5 to 16"),
         ({"budget": "knapsack", "budget_least": 3, "budget_most": 2}, r"budget_most: must be 0 .* or at least"),
         ({"success_window": 8}, r"success_window: has no effect: nothing looks at success rates"),

@@ -167,7 +167,7 @@ def test_a_stream_whose_length_is_an_error_is_taken_in_its_order():
     ("task", "sentence"),
     [
         ({"order": "sucess"}, r"task\.order: .*did you mean 'success'"),
-        ({"target_success": 0.7}, r"target_success: has no effect with task\.order=sequential"),
+        ({"target_success": 0.7}, r"target_success: 0\.7 has no effect with task\.order=sequential"),
         ({"order": "success", "exploration": 1.5}, r"exploration: must lie in \[0, 1\]"),
     ],
 )

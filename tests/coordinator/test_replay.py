@@ -197,7 +197,7 @@ def test_replayed_rollouts_count_nowhere_but_in_their_own_metrics(tmp_path):
     ("changes", "sentence"),
     [
         ({"replay": "succes"}, r"algorithm\.replay: .*did you mean 'success'"),
-        ({"replay": "none", "replay_tokens": 5}, r"replay_tokens: has no effect with algorithm\.replay=none"),
+        ({"replay": "none", "replay_tokens": 5}, r"replay_tokens: 5 has no effect with algorithm\.replay=none"),
         ({"replay_per_prompt": 0}, r"replay_per_prompt: must be positive, not 0"),
         ({"replay_max_staleness": 2}, r"replay_max_staleness: 2 must be above coordinator\.max_staleness = 2"),
         ({"objective": "decoupled"}, r"algorithm\.replay: an older policy sampled .*objective=decoupled; set"),

@@ -34,8 +34,8 @@ def test_a_refused_argument_names_its_reason(arguments, message):
 def test_arguments_that_keep_the_distribution_pass_and_the_test_double_takes_none():
     arguments = {"enable_prefix_caching": True, "max_num_batched_tokens": 8192, "speculative_config": NGRAM}
     assert config_lib.RolloutConfig(engine_arguments=arguments).engine_arguments == arguments
-    with pytest.raises(protocols.ConfigError, match=r"rollout\.engine=fake takes none"):
-        config_lib.RolloutConfig(engine="fake", engine_arguments=arguments)
+    with pytest.raises(protocols.ConfigError, match=r"has no effect with rollout\.engine=fake"):
+        config_lib.RunConfig(rollout=config_lib.RolloutConfig(engine="fake", engine_arguments=arguments))
 
 
 @pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype"])

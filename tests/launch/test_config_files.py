@@ -130,7 +130,8 @@ def test_a_config_that_loops_is_told_of_and_ended_in_a_sentence(tmp_path):
 
 def test_settings_are_listed_with_default_and_meaning():
     shown = listing.listing(config_lib.RunConfig)
-    assert "--config.optimizer.learning_rate=0.001\n      peak learning rate\n" in shown
+    assert "--config.optimizer.learning_rate=0.001\n      peak learning rate\n      Must not be negative.\n" in shown
+    assert "\n      One of none, truncated, masked.\n" in shown
     assert "--config.trainer.restarts=3\n      Times that a lost trainer is restarted" in shown, (
         "comments above a field"
     )

@@ -27,15 +27,15 @@ SPARSE = model_config.load_preset("libra-tiny-moe")
         ({"rank": 513}, r"model.lora.rank: must lie in \[0, 512\], not 513"),
         ({"rank": 1, "alpha": 0.0}, "model.lora.alpha: must be positive"),
         ({"rank": 1, "targets": ("q_prj",)}, "model.lora.targets: 'q_prj' is not one of .*; did you mean 'q_proj'"),
-        ({"rank": 1, "targets": ()}, "model.lora.targets: must name a projection: q_proj"),
+        ({"rank": 1, "targets": ()}, "model.lora.targets: must not be empty"),
         ({"rank": 1, "layers": (1, 0)}, "model.lora.layers: must ascend"),
         ({"rank": 1, "sync": "merged"}, "model.lora.sync: 'merged' is not one of adapter, merge; did you mean 'merge'"),
-        ({"path": "somewhere"}, "model.lora.path: has no effect with model.lora.rank=0"),
+        ({"path": "somewhere"}, "model.lora.path: somewhere has no effect with model.lora.rank=0"),
     ],
 )
 def test_an_adapter_that_no_model_can_have_is_refused(fields, problem):
     with pytest.raises(protocols.ConfigError, match=problem):
-        config_lib.LoraConfig(**fields)
+        config_lib.RunConfig(model=config_lib.ModelConfig(lora=config_lib.LoraConfig(**fields)))
 
 
 def test_an_adapter_that_this_model_cannot_have_is_refused():

@@ -326,7 +326,7 @@ def test_several_actors_share_the_work():
             r"reward\.functions: 'mean' cannot .*mean, std, environment, overlong are taken",
         ),
         ({"functions": {"a": "mine:a"}}, r"reward\.functions\.a: must be a mapping"),
-        ({"functions": {"a": {}}}, r'reward\.functions\.a\.factory: must have the form "package.module:factory"'),
+        ({"functions": {"a": {}}}, r'reward\.functions\.a\.factory: must have the form "package.module:function"'),
         (
             {"functions": {"a": {"function": "m:a"}}},
             r"functions\.a\.function: no such field; its fields are arguments, f",
@@ -338,7 +338,7 @@ def test_several_actors_share_the_work():
         ({"actors": 0}, r"reward\.actors: must be positive"),
         ({"concurrency": 0}, r"reward\.concurrency: must be positive"),
         ({"retries": -1}, r"reward\.retries: must not be negative"),
-        ({"seconds": float("inf")}, r"reward\.seconds: must be positive and finite"),
+        ({"seconds": float("inf")}, r"reward\.seconds: must be a finite number, not inf"),
     ],
 )
 def test_a_reward_that_cannot_be_is_refused_by_the_name_of_its_field(values, sentence):

@@ -260,7 +260,7 @@ def test_each_argument_of_a_policy_is_declared_with_its_range(policy):
     arguments = config_lib.ARGUMENTS.get(policy, {})
     create(policy, arguments=dict.fromkeys(arguments, 1))
     for name in arguments:
-        with pytest.raises(protocols.ConfigError, match=rf"scheduler\.arguments: {name} must be .* not -1"):
+        with pytest.raises(protocols.ConfigError, match=rf"scheduler\.arguments\.{name}: must .* not -1"):
             create(policy, arguments={name: -1})
     with pytest.raises(protocols.ConfigError, match=rf"scheduler\.arguments: {policy} takes no argument 'hurry'"):
         create(policy, arguments={"hurry": 1})

@@ -109,7 +109,7 @@ def test_each_coefficient_is_moved_down_and_up_by_three_tenths_and_reported():
         ("sticky:admission", "'admission' changes no field"),
         ("sticky:policy=cmlfq", "'policy=cmlfq' changes no field"),
         ("sticky:quantum=9", "'quantum=9' changes no field"),
-        ("sticky:threshold=-1", "scheduler.arguments: threshold must be a number of at least 0, not -1"),
+        ("sticky:threshold=-1", "scheduler.arguments.threshold: must not be negative, not -1"),
         ("sticky:admission=cach", "scheduler.admission: 'cach' is not one of"),
         ("sticky:rollout.nothing.more=3", "changes no field"),
     ],

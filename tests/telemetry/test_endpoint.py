@@ -170,7 +170,7 @@ def test_a_port_that_is_taken_and_a_token_that_is_not_there_are_refused_with_a_s
         served(made(), token_env="LIBRA_TEST_TOKEN"),
     ):
         pass
-    with pytest.raises(protocols.ConfigError, match=r"telemetry\.port: must be a port"):
+    with pytest.raises(protocols.ConfigError, match=r"telemetry\.port: must lie in"):
         config_lib.TelemetryConfig(port=70000)
 
 

@@ -146,7 +146,10 @@ def test_a_baseline_of_your_own_is_subtracted_and_kept_to_the_contract(own):
             {"advantage": "rloo", "baseline": "length"},
             r"length has no effect with algorithm.advantage=rloo",
         ),
-        ({"baseline": "length", "baseline_arguments": {"cap": 1}}, r"baseline_arguments: .*=length takes none"),
+        (
+            {"baseline": "length", "baseline_arguments": {"cap": 1}},
+            r"baseline_arguments: .*length takes no argument .* it takes none",
+        ),
         ({"baseline": "minimum_variance", "baseline_arguments": {"caps": 1}}, r"baseline_arguments: .*'caps'"),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_teacher_that_cannot_teach_is_refused_by_name(small, teacher, start_tr
         ({"path": ""}, "teacher: must be a Hugging Face directory or a URL with algorithm.advantage=distillation"),
         ({"kl_in_reward": False}, "kl_in_reward: must be True"),
         ({"kl_estimator": "k3"}, "kl_estimator: must be k1"),
-        ({"advantage": "grpo", "kl_coefficient": 0.0, "kl_in_reward": False}, "teacher: has no effect with"),
+        ({"advantage": "grpo", "kl_coefficient": 0.0, "kl_in_reward": False}, "teacher: .* has no effect with"),
     ):
         with pytest.raises(protocols.ConfigError, match=sentence):
             small.config(algorithm=_algorithm(**{"path": path, **fields}))
