@@ -128,17 +128,15 @@ class Learner:
             raise protocols.LibraError("the trainer holds no state yet: call start first.")
         return self.state
 
-    def begin(self, params: Any = None, base: Any = None, seed: int | None = None) -> None:
+    def begin(self, params: Any = None, base: Any = None) -> None:
         """Starts a fresh state, optimizer and reference model.
 
         Args:
           params: parameters to train; None takes the present ones, or draws a fresh adapter if `base` is given.
           base: frozen weights under an adapter; None takes the present ones.
-          seed: seed of the state's random key and of a fresh adapter; None takes the run's.
         """
-        seed = self.config.seed if seed is None else seed
         if params is None:
-            params = self.params if base is None else state_lib.random_adapter(self.layout, seed)
+            params = self.params if base is None else state_lib.random_adapter(self.layout, self.config.seed)
         if base is None and self.layout.state.base is not None:
             base = self.train_state().base
         reference = None
@@ -151,7 +149,7 @@ class Learner:
 
                 path = self.config.algorithm.teacher
                 reference = hf.load(path, self.inputs.teacher, places, state_lib.shardings_of(places))
-        self.state = state_lib.begin(params, self.layout, self._transform, seed, base, reference)
+        self.state = state_lib.begin(params, self.layout, self._transform, self.config.seed, base, reference)
 
     def compile(
         self, loss: str, row_tokens: int | None = None, max_sequences: int | None = None, *, sums_only: bool = False

@@ -17,7 +17,7 @@ from libra_jax.models.adapters import peft as peft_files
 from libra_jax.models.hf import hf, hf_names
 from libra_jax.training import base as base_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import resize, step, tenants
+from libra_jax.training import resize, step
 from libra_jax.training import state as state_lib
 
 RATE = 1e-2
@@ -185,31 +185,3 @@ def test_a_resize_changes_no_bit(make, small):
         _assert_equal(learner.state, before)
         assert base_lib.digest(learner.state.base) == digest
         learner.update(step.SUPERVISED, packed, RATE)
-
-
-def test_two_tenants_trained_in_turn_equal_two_trained_alone(make, small):
-    learner = make(moved=False)
-    plans = {"a": (1, RATE), "b": (2, 2 * RATE)}  # seed and learning rate
-    batches = {
-        name: [_packed(small, learner, seed=10 * seed + turn) for turn in range(3)] for name, (seed, _) in plans.items()
-    }
-    shared = tenants.Tenants(learner)
-    for name, (seed, _) in plans.items():
-        shared.add(name, seed)
-    for turn in range(3):
-        for name in ("b", "a"):
-            shared.update(name, step.SUPERVISED, batches[name][turn], plans[name][1])
-    for name, (seed, rate) in plans.items():
-        alone = tenants.Tenants(learner)
-        alone.add(name, seed)
-        for packed in batches[name]:
-            alone.update(name, step.SUPERVISED, packed, rate)
-        _assert_equal(shared.state(name), alone.state(name))
-        assert int(shared.state(name).step) == 3
-    assert not np.array_equal(_on_host(shared.state("a").params)[0], _on_host(shared.state("b").params)[0])
-    places = {jax.tree.leaves(shared.state(name).base)[0].unsafe_buffer_pointer() for name in plans}
-    assert len(places) == 1, "the tenants share one copy"
-    with pytest.raises(protocols.LibraError, match="already"):
-        shared.add("a", 3)
-    with pytest.raises(protocols.LibraError, match="no tenant 'c'"):
-        shared.remove("c")

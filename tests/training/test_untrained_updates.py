@@ -11,10 +11,7 @@ import trainer_doubles as doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.data import packing
-from libra_jax.models.adapters import adapters
-from libra_jax.training import learner as learner_lib
-from libra_jax.training import state as state_lib
-from libra_jax.training import step, tenants
+from libra_jax.training import step
 
 OPTIMIZERS = {
     "adamw": {"weight_decay": 0.1, "offload": True},
@@ -139,23 +136,6 @@ def test_sums_without_trained_tokens_from_a_hybrid_worker_move_nothing(small):
     metrics = learner.train(packed, 0.01, [extra] * 2, [range(2)], range(1), lambda seconds: iter([received]))
     assert metrics["skipped"] == 1
     assert_equal(leaves(learner.state), before)
-
-
-def test_a_tenant_without_a_trained_token_stays(small):
-    given = config_lib.LoraConfig(rank=2, alpha=4.0)
-    learner = learner_lib.Learner(
-        small.config(model={"lora": given}), adapters.adapted(small.shape, given), jax.devices()
-    )
-    base = state_lib.cast_like(small.params, learner.layout.state.base)
-    learner.begin(base=jax.device_put(base, state_lib.shardings_of(learner.layout.state.base)))
-    shared = tenants.Tenants(learner)
-    shared.add("a", 1)
-    packed = packing.pack(small.examples(3), learner.config.trainer)
-    shared.update("a", step.SUPERVISED, packed, 0.01)
-    before = leaves(shared.state("a"))
-    packed = dataclasses.replace(packed, micro_batches=(packing.empty((8, small.row_tokens)),))
-    assert shared.update("a", step.SUPERVISED, packed, 0.01)["skipped"] == 1
-    assert_equal(leaves(shared.state("a")), before)
 
 
 def test_a_batch_without_any_trained_token_is_still_refused(small, start_trainer):
