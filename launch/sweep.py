@@ -36,6 +36,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import comparison, report, settings
 from libra_jax.telemetry.report import page, pool_report, timeline
+from libra_jax.utils import processes
 
 LAST = 5
 """Divisor of a run's steps: the last fifth is reported apart, because it shows the run after lengths have drifted."""
@@ -211,7 +212,7 @@ def _run(jobs: Sequence[Job]) -> list[str]:
     workers = min(_JOBS.value or os.cpu_count() or 1, len(jobs))
     if not workers:
         return failed
-    with comparison.pool(workers) as pool:
+    with processes.pool(workers) as pool:
         doing = {pool.submit(result_of, job.run): job for job in jobs}
         for number, done in enumerate(concurrent.futures.as_completed(doing), start=1):
             job = doing[done]

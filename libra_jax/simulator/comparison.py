@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import ast
 import collections
-import concurrent.futures
-import contextlib
 import dataclasses
-import functools
 import itertools
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +18,7 @@ from libra_jax.planning.costs import request_costs
 from libra_jax.scheduling import registry
 from libra_jax.scheduling.rivals import known_lengths
 from libra_jax.simulator import bound, faults, report, results, scripts, settings, traces, workloads, world
-from libra_jax.utils import parent_death
+from libra_jax.utils import processes
 
 Progress = Callable[[str], None]
 """Receives a line about each run that ended."""
@@ -297,55 +288,8 @@ def _each(function: Callable[[Any], Any], arguments: Sequence[Any], jobs: int) -
     if jobs == 1:
         yield from map(function, arguments)
         return
-    with pool(min(jobs, len(arguments))) as workers:
+    with processes.pool(min(jobs, len(arguments))) as workers:
         yield from workers.map(function, arguments)
-
-
-DROP_SECONDS = 0.2
-"""Seconds for a stopped executor to drop its waiting calls. If its workers vanish earlier, it prints a traceback
-about the calls."""
-
-END_SECONDS = 10.0
-"""Seconds within which a killed worker ends."""
-
-
-@contextlib.contextmanager
-def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """Yields a pool of `workers` processes; an error or Ctrl-C in the block ends them at once, even during a call.
-
-    The processes are spawned, because event loops and threads that a fork inherits would break the simulation.
-    """
-    # Other code may have children, too; only this pool's are killed.
-    before = set(multiprocessing.active_children())
-    # Killed with -9, this process cannot end its workers. Only Linux lets a process ask for its parent's death.
-    begin = functools.partial(parent_death.die_with_parent, os.getpid()) if sys.platform == "linux" else None
-    executor = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=begin)
-    try:
-        # A terminal sends Ctrl-C to all; the workers inherit that they ignore it, and their parent ends them. Only the
-        # main thread may set signal handlers.
-        main = threading.current_thread() is threading.main_thread()
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
-        try:
-            for _ in range(workers):  # each call starts one worker
-                executor.submit(os.getpid)
-        finally:
-            if main:
-                signal.signal(signal.SIGINT, handler)
-        yield executor
-    except BaseException:
-        # The interpreter's exit handler writes to the executor's manager thread, so it must have ended by then.
-        # Only a shutdown that waits joins the thread. That also waits for calls at work, which are killed meanwhile.
-        shutdown = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
-        shutdown.start()
-        time.sleep(DROP_SECONDS)
-        mine = set(multiprocessing.active_children()) - before
-        for worker in mine:
-            worker.kill()
-        for worker in mine:
-            worker.join(END_SECONDS)
-        shutdown.join(END_SECONDS)
-        raise
-    executor.shutdown()
 
 
 TASKS, SAMPLES = 64, 16

@@ -14,13 +14,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None) -> None:
-    """Asks the kernel to send SIGKILL when the parent dies, even if the parent is killed with -9.
+    """Asks the kernel to send SIGKILL when the parent dies, even if the parent is killed with -9. Linux only.
 
     The kernel watches the parent's *thread* that started this process. That thread must live as long as the process.
 
     Args:
       parent: Process id of the parent, if known. If the process has another parent by now, it is too late, and it ends.
     """
+    if sys.platform != "linux":
+        return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # If the parent died before the call above, the kernel never sends the signal.
     if parent is not None and os.getppid() != parent:

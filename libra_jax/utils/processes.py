@@ -1,25 +1,30 @@
 """Child processes that end with this process, in bounded time, and leave nothing behind.
 
-A `Peer` runs a function of ours. `parent_death.command` starts a program that dies with this process. `reap` waits for
-the end of a program that an event loop has started.
+A `Peer` runs a function of ours, and a `pool` runs calls in peers. `parent_death.command` starts a program that dies
+with this process. `reap` waits for the end of a program that an event loop has started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import multiprocessing
 import os
+import queue
 import signal
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection, context
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from libra_jax import protocols
 from libra_jax.utils import deadlines, parent_death
+
+T = TypeVar("T")
 
 END_SECONDS = 10.0
 """Seconds that a peer may take to end after it was asked to, or killed."""
@@ -48,10 +53,18 @@ class Peer:
         self.name = name
         self.pipe, peer_pipe = methods.Pipe()
         self._process = methods.Process(target=_run, args=(os.getpid(), target, peer_pipe, arguments), name=name)
+        # A terminal sends Ctrl-C to a whole session, and the peer belongs to ours until it leads its own. It inherits
+        # that it ignores the signal. Only the main thread may set signal handlers.
+        main = threading.current_thread() is threading.main_thread()
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
         with warnings.catch_warnings():
             # A notebook's process may hold JAX. A forked peer neither uses JAX nor outlives a deadline of this process.
             warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called|This process .* is multi-threaded")
-            self._process.start()
+            try:
+                self._process.start()
+            finally:
+                if main:
+                    signal.signal(signal.SIGINT, handler)
         peer_pipe.close()
 
     def __enter__(self) -> Peer:
@@ -60,21 +73,21 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def ask(self, message: object, seconds: float) -> Any:
+    def ask(self, message: object, seconds: float | None) -> Any:
         """Sends a message and returns the answer. Raises the errors of `receive`."""
         with contextlib.suppress(OSError):  # the peer is gone, which `receive` tells
             self.pipe.send(message)
         return self.receive(seconds)
 
-    def receive(self, seconds: float) -> Any:
-        """Returns the next message.
+    def receive(self, seconds: float | None) -> Any:
+        """Returns the next message. None as `seconds` waits until the peer answers or ends.
 
         Raises:
           DeadlineMissed: No message came within `seconds`. The peer still runs.
           WorkerLost: The peer has ended.
         """
         try:
-            if self.pipe.poll(max(0.0, seconds)):
+            if self.pipe.poll(seconds if seconds is None else max(0.0, seconds)):
                 return self.pipe.recv()
         except (EOFError, OSError) as error:
             raise protocols.WorkerLost(f"{self.name} ended: {self.exit_status(END_SECONDS)}") from error
@@ -115,8 +128,61 @@ class Peer:
 
 def _run(parent: int, target: Callable[..., None], pipe: connection.Connection, arguments: tuple[object, ...]) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     parent_death.die_with_parent(parent)
     target(pipe, *arguments)
+
+
+class _PeerExecutor(concurrent.futures.ThreadPoolExecutor):
+    """Runs each call in a peer, for which one of its threads waits."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self._idle: queue.SimpleQueue[Peer] = queue.SimpleQueue()
+        self.peers: list[Peer] = []
+        for _ in range(workers):
+            self.peers.append(Peer(_answer_calls, name="a worker of the pool"))
+            self._idle.put(self.peers[-1])
+
+    def submit(self, function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> concurrent.futures.Future[T]:
+        def call() -> T:
+            peer = self._idle.get()
+            try:
+                result, error = peer.ask((function, arguments, keywords), None)
+            finally:
+                self._idle.put(peer)
+            if error is not None:
+                raise error
+            return result
+
+        return super().submit(call)
+
+
+def _answer_calls(pipe: connection.Connection) -> None:
+    with contextlib.suppress(EOFError):  # the other process has ended
+        while True:
+            function, arguments, keywords = pipe.recv()
+            answer: tuple[Any, Exception | None]
+            try:
+                answer = function(*arguments, **keywords), None
+            except Exception as error:
+                answer = None, error
+            pipe.send(answer)
+
+
+@contextlib.contextmanager
+def pool(workers: int) -> Iterator[concurrent.futures.Executor]:
+    """Yields an executor of `workers` peers. An error or Ctrl-C in the block ends them at once, even during a call."""
+    executor = _PeerExecutor(workers)
+    try:
+        yield executor
+        executor.shutdown()
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        # A thread that waits for a call sees the end of its peer.
+        for peer in executor.peers:
+            peer.kill()
+        executor.shutdown()
 
 
 async def reap(process: asyncio.subprocess.Process, seconds: float, subject: str, *, group: bool = False) -> None:
