@@ -88,7 +88,7 @@ def test_what_a_tool_returned_sends_long_work_to_the_wide_instance_and_keeps_sho
 
 
 def test_long_work_stays_where_it_is_if_a_move_costs_more_than_it_gains():
-    scheduler = taught(move_margin=1e9)
+    scheduler = taught(arguments={"move_margin": 1e9})
     with_long_ones(scheduler, 0, "request")
     assert places(come_back(scheduler, "request", FAILED)) == [("request", "narrow")]
 
@@ -114,7 +114,7 @@ def test_a_request_that_outruns_its_budget_stays_until_another_instance_has_room
 @pytest.mark.parametrize(("reserve", "most"), [(0.0, 6), (0.5, 2)])
 def test_overflow_leaves_its_share_of_the_wide_slots_free(reserve, most):
     """Twenty short requests share one narrow slot while two long ones decode on the wide instance and six are free."""
-    scheduler = taught(reserve=reserve)
+    scheduler = taught(arguments={"reserve": reserve})
     names = [f"short-{index}" for index in range(20)]
     with_long_ones(scheduler, 2, *names)
     for name in names:
