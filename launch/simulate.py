@@ -33,7 +33,7 @@ from libra_jax.planning.search import plans
 from libra_jax.scheduling.prediction import prediction_quality
 from libra_jax.simulator import comparison, report, settings
 from libra_jax.telemetry import trace
-from libra_jax.telemetry.report import page, tool_report
+from libra_jax.telemetry.report import tool_report
 
 COMPARED = (
     "cmlfq",
@@ -180,7 +180,7 @@ def _write(
                 for name, value in asdict(found).items()
             }
             causes.write_text(json.dumps(values, indent=2) + "\n")
-            causes.with_suffix(".svg").write_text(page.standalone(tool_report.draw_left(found.states)))
+            causes.with_suffix(".svg").write_text(tool_report.picture(found.states).standalone())
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")

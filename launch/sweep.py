@@ -35,7 +35,7 @@ from rich import console, table
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import comparison, report, settings
-from libra_jax.telemetry.report import page, pool_report, timeline
+from libra_jax.telemetry.report import pool_report, recorded_run, timeline
 from libra_jax.utils import processes
 
 LAST = 5
@@ -333,10 +333,12 @@ def _draw_pools(job: Job) -> Path | None:
     if job.moved or not entry.get("transitions"):
         return None
     sizes = [timeline.PoolSizes(start, devices) for start, devices in entry["pools"]]
-    changes = [pool_report.parse(record) for record in entry["transitions"]]
-    picture = job.file.with_suffix(".pools.svg")
-    picture.write_text(page.standalone(pool_report.draw(sizes, changes, end=entry["seconds"])))
-    return picture
+    changes = [recorded_run.Transition.from_record(record) for record in entry["transitions"]]
+    path = job.file.with_suffix(".pools.svg")
+    drawn = pool_report.draw(sizes, changes, end=entry["seconds"])
+    for picture in drawn:
+        path.write_text(picture.standalone())
+    return path if drawn else None
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ _RENAMED = {
     "loops.worker": "rollouts.loop_worker",
     "planning.least": "models.communication_bounds",
     "planning.pools": "planning.forecast.degree_queues",
+    "telemetry.sections": "telemetry.report.run_report",
     "weights.sync": "coordinator.weight_sync",
 }
 """Modules of `libra_jax` that have another name now."""

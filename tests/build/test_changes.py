@@ -13,7 +13,7 @@ from libra_jax import protocols
 from libra_jax.build import changes, evaluating, workdirs
 from libra_jax.coordinator import checkpoints
 from libra_jax.telemetry import files, recorder
-from libra_jax.telemetry.report import sections
+from libra_jax.telemetry.report import page, recorded_run, run_report
 from libra_jax.utils import checksums, resolving
 
 FASTER = config_lib.OptimizerConfig(learning_rate=0.5)
@@ -260,6 +260,6 @@ def test_a_workdir_of_an_earlier_version_is_read_and_goes_on(begun):
 
 def test_the_report_shows_what_changed_and_from_which_step():
     entry = {"step": 20, "changes": {"optimizer.learning_rate": [0.001, 0.5]}, "allowed": []}
-    (section,) = sections.config_changes([entry])
-    assert section.table.rows == [("20", "optimizer.learning_rate", "0.001", "0.5")]
-    assert sections.config_changes([]) == []
+    (table,) = run_report.config_changes(recorded_run.RecordedRun(config_history=[entry]))
+    assert table.rows == [("20", "optimizer.learning_rate", "0.001", "0.5")]
+    assert not page.parts(run_report.config_changes, recorded_run.RecordedRun())

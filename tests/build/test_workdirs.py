@@ -16,7 +16,7 @@ from libra_jax.coordinator import checkpoint_store, checkpoints
 from libra_jax.models import config as model_config
 from libra_jax.simulator import recording
 from libra_jax.telemetry import files
-from libra_jax.telemetry.report import report
+from libra_jax.telemetry.report import recorded_run
 
 FOREIGN = json.dumps({f"a{number}": number for number in range(100)})
 
@@ -143,7 +143,7 @@ def test_a_changed_number_of_the_settings_is_told_by_every_reader(tmp_path, capl
     ):
         with pytest.raises(protocols.LibraError, match=r"config\.json.*its checksum is not the one"):
             read(tmp_path)
-    assert report.load(tmp_path).config == {}
+    assert recorded_run.load(tmp_path).config == {}
     assert "config.json is left out (its checksum is not the one" in caplog.text
 
 

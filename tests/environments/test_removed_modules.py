@@ -130,7 +130,7 @@ MOVES = {
         "correction evidence features learning mixture paths prediction_quality prefix_tree regression"
     ),
     ("scheduling", "scheduling.rivals"): "authors baselines heddle known_lengths",
-    ("telemetry", "telemetry.report"): "page pool_report report sections timeline tool_report",
+    ("telemetry", "telemetry.report"): "page pool_report report timeline tool_report",
     ("training", "data"): (
         "batch batch_advantages columns dividing packing row_places segments sequences shared_prompts trees world"
     ),
@@ -156,6 +156,7 @@ RENAMED = {
     "planning.least": "models.communication_bounds",
     "planning.pools": "planning.forecast.degree_queues",
     "runs": "build",
+    "telemetry.sections": "telemetry.report.run_report",
     "weights.sync": "coordinator.weight_sync",
 }
 

@@ -14,7 +14,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import results
 from libra_jax.telemetry import files, recorder
-from libra_jax.telemetry.report import page, pool_report, report, timeline
+from libra_jax.telemetry.report import pictures, pool_report, recorded_run, report, timeline
 
 CORE, BORROWED, MOVING, LENT, ROLLOUT = protocols.POOLS
 START = {CORE: 4, BORROWED: 0, LENT: 2, ROLLOUT: 2}
@@ -55,7 +55,13 @@ def transition(**changes):
 
 
 def parsed(**changes):
-    return pool_report.parse(transition(**changes))
+    return recorded_run.Transition.from_record(transition(**changes))
+
+
+def cells(contents, changes):
+    """The table on transitions that a section has first, and its notes."""
+    table, *notes = contents(recorded_run.RecordedRun(transitions=changes))
+    return table.rows, notes
 
 
 def lines(workdir):
@@ -161,7 +167,7 @@ def test_times_and_sizes_that_are_no_numbers_are_dropped(tmp_path):
     assert pools(tmp_path) == [timeline.PoolSizes(1.0, {CORE: 4})]
     (line,) = lines(tmp_path)
     assert (line["start"], line["end"]) == (1.0, None)
-    assert pool_report.marks([pool_report.parse(line)]) == {}
+    assert pool_report.marks([recorded_run.Transition.from_record(line)]) == {}
     assert pool_report.stacked([timeline.PoolSizes(math.nan, START)], 9.0) == ([], {})
 
 
@@ -208,7 +214,7 @@ def test_the_picture_shows_what_was_last_told_at_every_moment(sizes, moment, end
 def test_very_many_changes_are_thinned_and_the_last_one_stays():
     sizes = [timeline.PoolSizes(float(second), {CORE: second % 7 + 1}) for second in range(5000)]
     times, columns = pool_report.stacked(sizes, 6000.0)
-    assert page.MOST_POINTS / 2 < len(times) <= page.MOST_POINTS + 2
+    assert pictures.MOST_POINTS / 2 < len(times) <= pictures.MOST_POINTS + 2
     assert (times[-2:], columns[CORE][-1]) == ([4999.0, 6000.0], 4999 % 7 + 1)
     at_once = [timeline.PoolSizes(1.0, {CORE: number}) for number in range(5000)]
     assert pool_report.stacked(at_once, 2.0) == ([1.0, 2.0], {CORE: [4999, 4999]})
@@ -307,25 +313,24 @@ values = st.recursive(
 @settings(max_examples=60)
 def test_any_object_is_read_as_a_transition_and_listed(records):
     kept = [json.loads(files.json_line(record)) for record in records]
-    changes = [pool_report.parse(record) for record in kept]
-    found = pool_report.sections([], changes, 0.0)
-    assert len(found[-1].table.rows) == len(records)
+    changes = [recorded_run.Transition.from_record(record) for record in kept]
+    assert len(cells(pool_report.transitions, changes)[0]) == len(records)
     assert pool_report.sentence(changes)
 
 
 def test_of_very_many_transitions_the_last_are_listed_and_the_others_counted():
     changes = [parsed(step=step) for step in range(pool_report.MOST_ROWS + 20)]
-    *_, costs, listed = pool_report.sections([], changes, 0.0)
-    assert len(listed.table.rows) == pool_report.MOST_ROWS
-    assert listed.table.rows[0][0] == "20"
-    assert listed.note == f"The last {pool_report.MOST_ROWS} of {len(changes)}."
-    assert str(len(changes)) in costs.table.rows[0]
+    rows, [note] = cells(pool_report.transitions, changes)
+    assert len(rows) == pool_report.MOST_ROWS
+    assert rows[0][0] == "20"
+    assert note == f"The last {pool_report.MOST_ROWS} of {len(changes)}."
+    assert str(len(changes)) in cells(pool_report.costs, changes)[0][0]
 
 
 def test_reasons_beyond_the_commonest_are_counted():
     reasons = ["d", "a", "b", "a", "c", "e", "b", "a"]
-    costs, _ = pool_report.sections([], [parsed(reason=reason) for reason in reasons], 0.0)
-    assert costs.table.rows[0][-1] == "a (3); b (2); d (1); 2 more"
+    [row], _ = cells(pool_report.costs, [parsed(reason=reason) for reason in reasons])
+    assert row[-1] == "a (3); b (2); d (1); 2 more"
 
 
 def test_a_simulated_run_is_drawn_from_what_its_recorder_keeps():
@@ -333,21 +338,20 @@ def test_a_simulated_run_is_drawn_from_what_its_recorder_keeps():
     one.pools(0.0, START)
     one.transition(transition(start=20_000.0, end=21_000.0))
     one.pools(21_000.0, HELPED)
-    seen = [pool_report.parse(record) for record in one.transitions]
-    picture = pool_report.draw(one.pool_sizes, seen, end=40_000.0)
-    assert ">hours</text>" in picture
-    drawn = xml.etree.ElementTree.fromstring(page.standalone(picture))
-    words = {element.text for element in drawn.iter() if element.tag.endswith("text")}
-    assert {CORE, BORROWED, LENT, ROLLOUT, "to training"} <= words
-    assert "var(" not in page.standalone(picture)
+    seen = [recorded_run.Transition.from_record(record) for record in one.transitions]
+    [picture] = pool_report.draw(one.pool_sizes, seen, end=40_000.0)
+    text = picture.standalone()
+    words = {element.text for element in xml.etree.ElementTree.fromstring(text).iter() if element.tag.endswith("text")}
+    assert {CORE, BORROWED, LENT, ROLLOUT, "to training", "hours"} <= words
+    assert "var(" not in text
 
 
 def test_the_colours_of_the_pools_do_not_depend_on_which_there_are():
     def fills(*names):
         """Colour and opacity of each area, by the pool that its size tells."""
         sizes = {name: 2**index for index, name in enumerate(protocols.POOLS) if name in names}
-        picture = pool_report.draw([timeline.PoolSizes(0.0, sizes)], end=1.0)
-        looks = re.findall(r"fill: (var\(--[a-z]+\)); fill-opacity: ([\d.]+)", picture)
+        [picture] = pool_report.draw([timeline.PoolSizes(0.0, sizes)], end=1.0)
+        looks = re.findall(r"fill: (var\(--[a-z]+\)); fill-opacity: ([\d.]+)", picture.svg(pictures.BROAD))
         return dict(zip(sizes, looks, strict=False))
 
     whole = fills(*protocols.POOLS)

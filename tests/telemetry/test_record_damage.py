@@ -7,7 +7,7 @@ import pytest
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.telemetry import files, metrics, recorder, samples, status, trace
-from libra_jax.telemetry.report import report, timeline
+from libra_jax.telemetry.report import recorded_run, timeline
 
 QUIET = config_lib.TelemetryConfig(console=False, tensorboard=False)
 NAMES = (metrics.METRICS_FILE, trace.TRACE_FILE, samples.SAMPLES_FILE)
@@ -101,7 +101,7 @@ def test_no_damage_to_records_is_silent_at_a_resume_or_to_a_reader(name, other, 
         damage(workdir / name, lines)
         READERS[name](workdir)
         assert name in caplog.text, how
-        report.load(workdir)
+        recorded_run.load(workdir)
         looked = recorder.cut_back(workdir, STEPS, held, look=True)
         told = recorder.cut_back(workdir, STEPS, held)
         assert any(name in sentence for sentence in told), how
@@ -195,7 +195,7 @@ def test_what_is_no_file_is_named_in_a_sentence(name, tmp_path):
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
     with pytest.raises(protocols.DataError, match=rf"{name} cannot be read"):
-        report.load(tmp_path)
+        recorded_run.load(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["digit", "no JSON", "end"])

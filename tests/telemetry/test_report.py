@@ -11,8 +11,17 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.protocols import DataError
 from libra_jax.scheduling.prediction import prediction_quality
-from libra_jax.telemetry import console, recorder
-from libra_jax.telemetry.report import page, pool_report, report, sections, timeline, tool_report
+from libra_jax.telemetry import console, metrics, recorder
+from libra_jax.telemetry.report import (
+    charts,
+    pictures,
+    pool_report,
+    recorded_run,
+    report,
+    run_report,
+    timeline,
+    tool_report,
+)
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -158,7 +167,7 @@ def test_an_interrupted_run_has_a_report_too(workdir):
         (workdir / name).write_bytes(data[: len(data) * 2 // 3])
     (workdir / "config.json").unlink()
     # Its pictures are those of `test_any_one_file_is_enough`.
-    assert re.search(r"trained \*\*[678] steps", " ".join(report.sentences(report.load(workdir))))
+    assert re.search(r"trained \*\*[678] steps", " ".join(report.sentences(recorded_run.load(workdir))))
 
 
 @pytest.mark.parametrize("kept", ["metrics.jsonl", "trace.jsonl", "timeline.json"])
@@ -198,19 +207,19 @@ def test_a_run_of_one_step_and_one_trajectory_has_a_report(tmp_path):
 
 def test_long_curves_are_thinned_without_moving_their_mean():
     curve = {step: float(step % 7) for step in range(1, 4001)}
-    steps, values = page.thinned(curve)
-    assert len(steps) == len(values) == page.MOST_POINTS
+    steps, values = pictures.thinned(curve)
+    assert len(steps) == len(values) == pictures.MOST_POINTS
     assert sum(values) / len(values) == pytest.approx(sum(curve.values()) / len(curve))
-    assert page.thinned({3: 1.5}) == ([3.0], [1.5])
+    assert pictures.thinned({3: 1.5}) == ([3.0], [1.5])
 
 
 def test_the_mean_of_five_steps_uses_fewer_at_the_start():
-    assert page.moving_mean({2: 1.0, 4: 3.0, 5: 5.0}, width=2) == {2: 1.0, 4: 2.0, 5: 4.0}
+    assert pictures.moving_mean({2: 1.0, 4: 3.0, 5: 5.0}, width=2) == {2: 1.0, 4: 2.0, 5: 4.0}
 
 
 def test_the_busy_share_counts_overlapping_spans_once():
     spans = [protocols.Span("engine-0", 0, "generate", *ends, {}) for ends in ((0, 4), (1, 2), (6, 12), (-5, 1))]
-    assert sections.busy_share(spans, 0.0, 10.0) == pytest.approx(0.8)
+    assert run_report.busy_share(spans, 0.0, 10.0) == pytest.approx(0.8)
 
 
 def test_a_reward_of_several_functions_shows_each_with_its_time(tmp_path):
@@ -232,15 +241,13 @@ def test_a_reward_that_is_the_environments_own_is_not_taken_apart(tmp_path):
     assert "What the reward is made of" not in parsed(report.write_report(tmp_path))[1]
 
 
-def recorded(workdir, steps, **further):
+def run_of(steps, **further):
     """A run of steps that all have these numbers."""
-    quiet = config_lib.TelemetryConfig(console=False, tensorboard=False)
-    one = recorder.create(config_lib.RunConfig(telemetry=quiet), workdir, lambda: 0.0)
-    for step in range(1, steps + 1):
-        values = {name: value(step) if callable(value) else value for name, value in further.items()}
-        one.metrics(step, {"reward/mean": step / 10, **values})
-    one.close()
-    return workdir
+    rows = {
+        step: {name: value(step) if callable(value) else value for name, value in further.items()}
+        for step in range(1, steps + 1)
+    }
+    return recorded_run.RecordedRun({step: {"reward/mean": step / 10, **row} for step, row in rows.items()})
 
 
 HEALTH = {
@@ -256,9 +263,8 @@ HEALTH = {
 }
 
 
-def test_the_health_of_the_learning_is_plotted_as_far_as_it_is_known(tmp_path):
-    _, text = parsed(report.write_report(recorded(tmp_path / "all", 3, **HEALTH)))
-    titles = (
+def test_the_health_of_the_learning_is_plotted_as_far_as_it_is_known():
+    titles = {
         "Entropy",
         "Gradient norm",
         "KL",
@@ -266,69 +272,84 @@ def test_the_health_of_the_learning_is_plotted_as_far_as_it_is_known(tmp_path):
         "Reward spread",
         "Groups without a gradient",
         "Lengths",
-    )
-    assert [title for title in titles if title not in text] == []
-    assert "25%" in text
-    _, text = parsed(report.write_report(recorded(tmp_path / "few", 3, grad_norm=1.0)))
-    assert "Gradient norm" in text
-    assert "Entropy" not in text
-    assert "Groups without a gradient" not in text
+    }
+    known, few = run_of(3, **HEALTH), run_of(3, grad_norm=1.0)
+    assert {title for title in titles if charts.CHARTS[title](known)} == titles
+    assert ">25%</text>" in charts.CHARTS["Groups without a gradient"](known)[0].html(wide=False)
+    assert {title for title in titles if charts.CHARTS[title](few)} == {"Gradient norm"}
 
 
-@pytest.mark.parametrize(
-    ("steps", "told"),
-    [
-        (1, "The training reward was 0.10 ."),
-        (2, "The training reward rose from 0.10 to 0.20 ."),
-        (3, "The training reward rose from 0.10 to 0.30 ."),
-        (9, "The training reward rose from 0.25 to 0.75 (means of the first and the last 4 steps)."),
-    ],
-)
-def test_the_ends_that_are_compared_share_no_step(tmp_path, steps, told):
-    _, text = parsed(report.write_report(recorded(tmp_path, steps)))
-    assert re.sub(r"\s", "", told) in re.sub(r"\s", "", text)
+def test_every_chart_is_on_the_page_and_its_metrics_are_registered():
+    names = {line.values for chart in charts.CHARTS.values() for line in chart.lines}
+    metrics.check(names)
+    text = report.render("run", run_of(2, **dict.fromkeys(names, 0.5)))
+    assert set(charts.CHARTS) <= set(re.findall("<h2>(.*?)</h2>", text))
 
 
 @pytest.mark.parametrize(
     ("rewards", "told"),
     [
-        ([0.51, 0.47, 0.48, 0.45, 0.49], "(means of the first and the last 2 steps; steps vary by 0.03, so the "),
-        ([0.1, 0.9, 0.2, 0.8, 0.4, 0.95], "steps vary by 0.37, so the difference is within the noise)"),
-        ([0.1, 0.12, 0.11, 0.6, 0.62, 0.61], "rose from 0.11 to 0.61 (means of the first and the last 3 steps)."),
+        ([0.1], "was **0.10**."),
+        ([0.1, 0.2], "rose from 0.10 to **0.20**."),
+        ([0.1, 0.2, 0.3], "rose from 0.10 to **0.30**."),
+        # The windows share no step.
+        ([step / 10 for step in range(1, 10)], "from 0.25 to **0.75** (means of the first and the last 4 steps)."),
+        (
+            [0.51, 0.47, 0.48, 0.45, 0.49],
+            "(means of the first and the last 2 steps; steps vary by 0.03, so the difference is within the noise).",
+        ),
+        ([0.1, 0.9, 0.2, 0.8, 0.4, 0.95], "steps vary by 0.37, so the difference is within the noise)."),
+        ([0.1, 0.12, 0.11, 0.6, 0.62, 0.61], "0.11 to **0.61** (means of the first and the last 3 steps)."),
         ([0.5, 0.5, 0.5, 0.5], "stayed at 0.50 (means of the first and the last 2 steps)."),
     ],
 )
-def test_a_difference_within_the_noise_is_told_as_such(tmp_path, rewards, told):
-    values = {"reward/mean": lambda step: rewards[step - 1]}
-    _, text = parsed(report.write_report(recorded(tmp_path, len(rewards), **values)))
-    assert re.sub(r"\s", "", told) in re.sub(r"\s", "", text)
+def test_the_change_of_the_reward_is_told_with_its_noise(rewards, told):
+    run = run_of(len(rewards), **{"reward/mean": lambda step: rewards[step - 1]})
+    [_, sentence] = report.sentences(run)
+    assert sentence.startswith("The training reward ")
+    assert sentence.endswith(told)
 
 
-def drawn(monkeypatch, make):
-    """The matplotlib figure of a picture, laid out."""
-    found = []
-    monkeypatch.setattr(page, "svg", lambda figure: found.append(figure) or "")
-    make()
-    found[0].draw_without_rendering()
-    return found[0]
+def calls_of(steps):
+    """A run with a call in each step."""
+    run = recorded_run.RecordedRun()
+    for step in steps:
+        run.add_trajectory({"step": step, "turns": [{"tool": "look", "status": "success"}]})
+    return run
+
+
+def times_of(curve):
+    names = ("rollout/wait_seconds", "train/seconds", "checkpoint/seconds", "step/seconds")
+    return recorded_run.RecordedRun({step: dict.fromkeys(names, value) for step, value in curve.items()})
 
 
 CURVES = {
-    "smooth": lambda curve: page.lines(
-        [page.Line(curve, "a", smooth=True), page.Line({1: 0.5}, "b", marker="D")], scale="share"
+    "smooth": lambda curve: pictures.Curves(
+        [pictures.Line(curve, "a", smooth=True), pictures.Line({1: 0.5}, "b", marker="D")], scale="share"
+    )(run_of(0)),
+    "one": lambda curve: pictures.Curves([pictures.Line(curve)])(run_of(0)),
+    "several": lambda curve: pictures.Curves([pictures.Line(curve, "a"), pictures.Line(curve, "b", dashed=True)])(
+        run_of(0)
     ),
-    "one": lambda curve: page.lines([page.Line(curve)]),
-    "several": lambda curve: page.lines([page.Line(curve, "a"), page.Line(curve, "b", dashed=True)]),
-    "times": lambda curve: sections.step_times(dict.fromkeys(("wait", "training", "checkpoint", "other"), curve)),
-    "outcomes": lambda curve: tool_report.draw_outcomes({"look": tool_report.Calls()}, list(curve)),
+    "times": lambda curve: run_report.step_times(times_of(curve)),
+    "outcomes": lambda curve: tool_report.outcomes(calls_of(curve)),
+    "turns": lambda curve: tool_report.turns(calls_of(curve)),
+    "left": lambda curve: [tool_report.picture([prediction_quality.State("look", 1, "success", 3, 2.0, 3)])],
 }
 
 
-@pytest.mark.parametrize("name", CURVES)
+def drawn(name, steps):
+    """The matplotlib figure of a picture, laid out."""
+    [picture] = CURVES[name](dict.fromkeys(range(1, steps + 1), 0.5))
+    figure = picture.figure(pictures.NARROW)
+    figure.draw_without_rendering()
+    return figure
+
+
+@pytest.mark.parametrize("name", sorted({*CURVES} - {"turns", "left"}))
 @pytest.mark.parametrize("steps", [1, 2, 3, 40])
-def test_steps_have_whole_ticks_and_few_points_a_mark(monkeypatch, name, steps):
-    curve = dict.fromkeys(range(1, steps + 1), 0.5)
-    [axes] = drawn(monkeypatch, lambda: CURVES[name](curve)).axes
+def test_steps_have_whole_ticks_and_few_points_a_mark(name, steps):
+    [axes] = drawn(name, steps).axes
     low, high = axes.get_xlim()
     ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
     assert ticks
@@ -338,47 +359,42 @@ def test_steps_have_whole_ticks_and_few_points_a_mark(monkeypatch, name, steps):
         assert axes.patches or all(line.get_marker() not in ("", "None") for line in axes.lines)
 
 
-@pytest.mark.parametrize("name", [*sorted({*CURVES} - {"one"}), "turns", "left"])
-def test_no_legend_lies_over_axes_and_bars(monkeypatch, name):
-    curve = dict.fromkeys(range(1, 41), 0.5)
-    make = {
-        **{name: lambda make=make: make(curve) for name, make in CURVES.items()},
-        "turns": lambda: tool_report.draw_turns({"steps 1 to 2": {1: 1.0}, "steps 3 to 4": {1: 1.0}}),
-        "left": lambda: tool_report.draw_left([prediction_quality.State("look", 1, "success", 3, 2.0, 3)]),
-    }[name]
-    figure = drawn(monkeypatch, make)
+@pytest.mark.parametrize("name", sorted({*CURVES} - {"one"}))
+def test_no_legend_lies_over_axes_and_bars(name):
+    figure = drawn(name, 40)
     legend = figure.legends[0] if figure.legends else figure.axes[0].get_legend()
     assert legend.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1 - 1
 
 
-@pytest.mark.parametrize("counts", [{1: 1.0}, {1: 0.5, 2: 0.5}])
-def test_turns_are_whole_numbers(monkeypatch, counts):
-    [axes] = drawn(monkeypatch, lambda: tool_report.draw_turns({"steps 1 to 2": counts})).axes
+@pytest.mark.parametrize("turns", [[1], [1, 2]])
+def test_turns_are_whole_numbers(turns):
+    run = calls_of([1])
+    for count in turns:
+        run.add_trajectory({"step": 1, "turns": [{}] * count})
+    [picture] = tool_report.turns(run)
+    [axes] = picture.figure(pictures.NARROW).axes
     low, high = axes.get_xlim()
-    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == list(counts)
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == turns
 
 
-def test_a_few_failures_among_many_calls_are_counted(tmp_path):
-    turns = [{"generated_tokens": 1, "tool": "look", "status": "success"} for _ in range(2000)]
-    turns += [{"generated_tokens": 1, "tool": "look", "status": "failure"} for _ in range(7)]
-    turns += [{"generated_tokens": 1, "tool": "look", "status": "timeout"}]
-    (tmp_path / "trace.jsonl").write_text(json.dumps({"trajectory_id": "a", "step": 1, "turns": turns}) + "\n")
-    _, text = parsed(report.write_report(tmp_path))
-    assert "with 2,008 tool calls (7 failed and 1 timed out)." in text
-    assert "100% successful" not in text
+def test_a_few_failures_among_many_calls_are_counted():
+    statuses = ["success"] * 2000 + ["failure"] * 7 + ["timeout"]
+    run = recorded_run.RecordedRun()
+    run.add_trajectory({"turns": [{"generated_tokens": 1, "tool": "look", "status": status} for status in statuses]})
+    assert report.sentences(run) == [
+        "It generated **2,008 tokens** in 1 trajectories, with 2,008 tool calls (7 failed and 1 timed out)."
+    ]
 
 
-def test_rollout_is_called_and_counted_as_the_console_does(tmp_path):
+def test_rollout_is_called_and_counted_as_the_console_does():
     numbers = {"rollout/seconds": 3.1, "rollout/wait_seconds": 0.4, "train/seconds": 2.0, "step/seconds": 2.5}
-    run = report.load(recorded(tmp_path, 2, **numbers))
-    assert sections.step_parts(run.steps)["wait"] == {1: 0.4, 2: 0.4}
+    assert run_report.step_parts(run_of(2, **numbers))["wait"] == {1: 0.4, 2: 0.4}
     assert "wait 0.4 s, train 2.0 s" in console.step_line(1, console.Pace(2, 0.0), numbers)
 
 
-def test_steps_that_generated_nothing_do_not_make_the_speed(tmp_path):
+def test_steps_that_generated_nothing_do_not_make_the_speed():
     numbers = {"tokens_per_second": lambda step: 900.0 * (step % 2), "step/seconds": lambda step: 1.0 + step % 2}
-    _, text = parsed(report.write_report(recorded(tmp_path, 4, **numbers)))
-    assert "It generated 600 tokens a second over all its steps." in text
+    assert "It generated **600 tokens a second** over all its steps." in report.sentences(run_of(4, **numbers))
 
 
 def test_pictures_can_be_read_on_a_phone(workdir):
@@ -407,19 +423,21 @@ def test_pictures_can_be_read_on_a_phone(workdir):
 
 
 def test_names_with_dollars_and_escapes_are_drawn_as_text():
-    picture = tool_report.draw_seconds({"$\\broken{$\x1b[2J": (0.1, 0.1, 0.1, 0.1, 0.1)})
-    assert "\\x1b[2J" in picture
-    assert "\x1b" not in picture
+    run = recorded_run.RecordedRun(tools={"$\\broken{$\x1b[2J": recorded_run.Calls()})
+    run.tools["$\\broken{$\x1b[2J"].seconds.append(0.1)
+    [picture] = tool_report.seconds(run)
+    assert "\\x1b[2J" in picture.svg(pictures.NARROW)
+    assert "\x1b" not in picture.svg(pictures.NARROW)
 
 
 def test_pools_that_never_changed_have_no_picture():
     sizes = [timeline.PoolSizes(0.0, {"core training": 1}), timeline.PoolSizes(5.0, {"core training": 1})]
-    assert pool_report.sections(sizes, [], 9.0) == []
+    assert not [*pool_report.pools(recorded_run.RecordedRun(pools=sizes, seconds=9.0))]
     grown = [*sizes, timeline.PoolSizes(6.0, {"core training": 2})]
-    assert [section.title for section in pool_report.sections(grown, [], 9.0)] == ["Pools"]
+    assert len([*pool_report.pools(recorded_run.RecordedRun(pools=grown, seconds=9.0))]) == 1
 
 
 @pytest.mark.parametrize(("share", "told"), [(-0.001, "none"), (-0.2, "none"), (0.001, "0%"), (0.25, "25%")])
 def test_no_share_is_told_as_less_than_nothing(share, told):
     assert tool_report.explained(share) == told
-    assert "-0" not in page.thousands(-0.0)
+    assert "-0" not in pictures.thousands(-0.0)

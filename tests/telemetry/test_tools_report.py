@@ -9,7 +9,7 @@ import re
 import pytest
 
 from libra_jax.scheduling.prediction import prediction_quality
-from libra_jax.telemetry.report import page, report, tool_report
+from libra_jax.telemetry.report import page, pictures, recorded_run, report, tool_report
 
 
 def turn(generated=10, tool=None, status=None, payload=0, seconds=0.0):
@@ -48,61 +48,75 @@ def invented():
 
 
 def tallied(records):
-    tally = tool_report.Tally()
+    run = recorded_run.RecordedRun()
     for one in records:
-        tally.add(one)
-    return tally
+        run.add_trajectory(one)
+    valid = [one for one in records if "trajectory_id" in one]
+    run.prediction_quality = prediction_quality.measure(
+        [each for one in valid for each in prediction_quality.rollouts(one)]
+    )
+    return run
 
 
-def text_of(sections):
-    """The words of the page, without its marks."""
-    html = page.render("t", "h", [], sections)
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
+CONTENTS = {
+    "Tools": tool_report.calls,
+    "Tool outcomes by step": tool_report.outcomes,
+    "Seconds of a call": tool_report.seconds,
+    "Turns of a rollout": tool_report.turns,
+    "How rollouts ended": tool_report.ends,
+    "What tool returns predict": tool_report.predictions,
+    "Causal states": tool_report.causal_states,
+}
+
+
+def shown(run):
+    """The parts of each section on tools that the run has, by its title."""
+    return {title: parts for title, contents in CONTENTS.items() if (parts := page.parts(contents, run))}
 
 
 def test_calls_are_counted_by_tool_step_and_status():
-    tally = tallied(invented())
-    python, both = tally.tools["python"], tally.tools["python+search"]
+    run = tallied([*invented()])
+    python, both = run.tools["python"], run.tools["python+search"]
     assert (python.outcomes.total(), python.of_status("success"), python.of_status("failure")) == (48, 32, 16)
     assert (python.outcomes[1, "failure"], python.outcomes[5, "failure"]) == (4, 0)
     assert both.outcomes == {(8, "timeout"): 1}
-    assert sorted(tally.turns.items())[:2] == [((1, 3), 4), ((2, 3), 4)]
-    assert tally.ends[1, "max_turns"] == 1
+    assert sorted(run.turns.items())[:2] == [((1, 3), 4), ((2, 3), 4)]
+    assert run.finishes[1, "max_turns"] == 1
 
 
-def test_the_section_tells_outcomes_seconds_payload_turns_and_ends():
-    tally = tallied(invented())
-    shown = tool_report.sections(tally)
-    assert [section.title for section in shown] == [
-        "Tools",
-        "Tool outcomes by step",
-        "Seconds of a call",
-        "Turns of a rollout",
-        "How rollouts ended",
+def test_the_sections_tell_outcomes_seconds_payload_turns_and_ends():
+    run = tallied([*invented()])
+    parts = shown(run)
+    assert list(parts) == list(CONTENTS)
+    assert [" ".join(row) for row in parts["Tools"][0].rows] == [
+        "python 48 32 16 0 30.0 ms 500.0 ms 500.0 ms 20 200",
+        "python+search 1 0 0 1 10.00 s 10.00 s 10.00 s 7 7",
     ]
-    text = text_of(shown)
-    assert "python 48 32 16 0 30.0 ms 500.0 ms 500.0 ms 20 200" in text
-    assert "python+search 1 0 0 1 10.00 s 10.00 s 10.00 s 7 7" in text
-    assert "how steps 1 to 2 steps 7 to 8 answered 75.0% 100.0% max_turns 25.0% 0.0%" in text
-    assert sum("<svg" in section.picture for section in shown) == 3
-    assert tool_report.sentence(tally) == (
+    ends = parts["How rollouts ended"][0]
+    assert [" ".join(row) for row in (ends.heads, *ends.rows)] == [
+        "how steps 1 to 2 steps 7 to 8",
+        "answered 75.0% 100.0%",
+        "max_turns 25.0% 0.0%",
+    ]
+    assert tool_report.sentence(run) == (
         "A rollout took 3.0 turns in the first quarter of the steps and **2.1** in the last."
     )
 
 
 def test_a_run_without_tools_says_how_attempts_ended_alone():
-    tally = tallied([record(1, 0, [turn()]), record(2, 0, [turn(), turn()])])
-    assert [section.title for section in tool_report.sections(tally)] == ["How rollouts ended"]
-    assert tool_report.sections(tool_report.Tally()) == []
-    assert tool_report.sentence(tally) == ""
+    run = tallied([record(1, 0, [turn()]), record(2, 0, [turn(), turn()])])
+    run.prediction_quality = None
+    assert list(shown(run)) == ["How rollouts ended"]
+    assert shown(recorded_run.RecordedRun()) == {}
+    assert tool_report.sentence(run) == ""
 
 
 def test_a_run_of_one_step_has_one_histogram_and_no_change_to_tell():
-    tally = tallied([record(1, 0, [turn(tool="python", status="success"), turn()])])
-    shown = tool_report.sections(tally)
-    assert len(shown) == 5
-    assert "steps 1" in shown[3].picture
-    assert tool_report.sentence(tally) == ""
+    run = tallied([record(1, 0, [turn(tool="python", status="success"), turn()])])
+    [picture] = shown(run)["Turns of a rollout"]
+    axes = picture.figure(pictures.NARROW).axes[0]
+    assert axes.get_legend_handles_labels()[1] == ["steps 1"]
+    assert tool_report.sentence(run) == ""
 
 
 @pytest.mark.parametrize(
@@ -116,47 +130,44 @@ def test_a_run_of_one_step_has_one_histogram_and_no_change_to_tell():
     ],
 )
 def test_a_garbled_record_spoils_nothing(garbled):
-    tally = tallied([garbled, *invented()])
-    assert tally.tools["python"].of_status("failure") == 16
-    assert all(second >= 0 for second in tally.tools["python"].seconds)
+    run = tallied([garbled, *invented()])
+    assert run.tools["python"].of_status("failure") == 16
+    assert all(second >= 0 for second in run.tools["python"].seconds)
 
 
 def test_only_the_most_called_tools_are_pictured_and_the_others_are_in_the_table():
     records = [
         record(1, index, [*[turn(tool=f"tool{index}", status="success")] * (index + 1), turn()]) for index in range(12)
     ]
-    shown = tool_report.sections(tallied(records))
-    assert "4 more are in the table" in shown[1].note
-    assert "tool0" in [row[0] for row in shown[0].table.rows]
-    assert "tool0<" not in shown[1].picture
+    parts = shown(tallied(records))
+    picture, note = parts["Tool outcomes by step"]
+    assert "4 more are in the table" in note
+    assert "tool0" in [row[0] for row in parts["Tools"][0].rows]
+    assert "tool0<" not in picture.svg(pictures.BROAD)
 
 
 def test_many_turns_share_the_last_bar():
-    picture = tool_report.draw_turns({"steps 1": {2: 0.5, 60: 0.25, 90: 0.25}})
-    assert "24: or more" in picture
+    run = tallied([record(1, 0, [turn(tool="python", status="success")] * count) for count in (2, 2, 60, 90)])
+    [picture] = tool_report.turns(run)
+    assert "24: or more" in picture.svg(pictures.NARROW)
 
 
 def test_the_report_of_a_workdir_has_tools_and_what_they_predict(tmp_path):
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in invented()))
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", report.write_report(tmp_path).read_text()))
-    assert "with 49 tool calls (16 failed and 1 timed out)" in text
-    assert "Tool outcomes by step" in text
-    assert "Causal states alone account for" in text
+    source = report.write_report(tmp_path).read_text()
+    assert "with 49 tool calls (16 failed and 1 timed out)" in source
+    assert [title for title in CONTENTS if not re.search(f"<(h2|summary)>{title}<", source)] == []
+    assert "Causal states alone account for" in source
 
 
 def test_what_returns_predict_is_told_in_sentences_and_rows():
-    found = prediction_quality.measure([each for one in invented() for each in prediction_quality.rollouts(one)])
-    rows = tool_report.states(found)
+    quality = tallied([*invented()]).prediction_quality
+    rows = tool_report.states(quality)
     assert rows[0][:4] == ("python", "under 64", "success", "32")
     assert ("python", "128 to 255", "failure", "16", "40.0", "40") in rows
-    first, second, *_ = tool_report.verdicts(found)
+    first, second, *_ = tool_report.verdicts(quality)
     assert first.startswith("Causal states alone account for")
     assert "naming the fullest bucket each time is right for" in second
-    assert [section.title for section in tool_report.causes(found)] == [tool_report.CAUSES_TITLE, "Causal states"]
-    assert tool_report.causes(None) == []
-
-
-def test_a_share_just_below_zero_has_no_sign():
-    found = prediction_quality.measure([each for one in invented() for each in prediction_quality.rollouts(one)])
-    below = dataclasses.replace(found, explained=-0.001)
+    # A share just below zero has no sign.
+    below = dataclasses.replace(quality, explained=-0.001)
     assert "account for none of the variance" in tool_report.verdicts(below)[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax.telemetry import metrics
-from libra_jax.telemetry.report import page
+from libra_jax.telemetry.report import pictures
 
 
 class Curve:
@@ -37,7 +37,7 @@ class Curve:
         figure = Figure(figsize=(6, 2.5), layout="constrained")
         axes = figure.add_subplot(xlabel="training step", ylabel="mean reward")
         axes.plot(list(rewards), list(rewards.values()), marker=".")
-        page.step_axis(axes)
+        pictures.step_axis(axes)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=100)
         image = display.Image(data=buffer.getvalue())  # a bare figure shows as text unless pyplot is set up

@@ -9,15 +9,15 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.telemetry.report import page, timeline
+from libra_jax.telemetry.report import page, pictures, timeline
+from libra_jax.telemetry.report.recorded_run import RecordedRun, Transition
 
-SIDES = ("rollout", "training")
-"""Sides between which hybrid workers switch."""
+SIDES = ("training", "rollout")
+"""Sides between which hybrid workers switch, in the order of the columns of stalls."""
 
 MESH = "another mesh"
 """Way of every other transition."""
@@ -25,43 +25,36 @@ MESH = "another mesh"
 DONE = "done"
 """Outcome of a completed transition. The other outcomes are "failed" and "cancelled"."""
 
-NOTE = (
-    "Devices of each pool over the time that the run ran. A symbol stands where a transition ended, its line where it "
-    "began. The trainer's core keeps its program: a hybrid worker helps it as a whole data-parallel replica."
-)
-
-COST_NOTE = (
-    "Medians of the transitions that were done. A stall is what the side lost, over all of them, those that failed or "
-    "were cancelled included."
-)
-
 MOST_REASONS = 3
 """Number of reasons that a row names, the commonest first."""
 
 MOST_ROWS = 500
 """Number of transitions that are listed one by one, the last ones."""
 
-_STALLS = {"training stalled": "training", "rollout stalled": "rollout"}
-"""Side of each column of stalls, by the column's heading."""
-
 _LOOKS = dict(
     zip(
         protocols.POOLS,
-        ((page.GREEN, 0.9), (page.GREEN, 0.45), (page.MUTED, 0.3), (page.BLUE, 0.45), (page.BLUE, 0.9)),
+        (
+            (pictures.GREEN, 0.9),
+            (pictures.GREEN, 0.45),
+            (pictures.MUTED, 0.3),
+            (pictures.BLUE, 0.45),
+            (pictures.BLUE, 0.9),
+        ),
         strict=True,
     )
 )
 """Colour and opacity of each pool: the colour of the side where it works, paler if its workers switch sides."""
 
-_FURTHER = (page.TEAL, page.ORANGE, page.PURPLE)
+_FURTHER = (pictures.TEAL, pictures.ORANGE, pictures.PURPLE)
 """Colours of pools with other names."""
 
 _MARKS = {
-    "to training": ("^", page.GREEN),
-    "to rollout": ("v", page.BLUE),
-    MESH: ("D", page.PURPLE),
-    "failed": ("X", page.ORANGE),
-    "cancelled": ("X", page.MUTED),
+    "to training": ("^", pictures.GREEN),
+    "to rollout": ("v", pictures.BLUE),
+    MESH: ("D", pictures.PURPLE),
+    "failed": ("X", pictures.ORANGE),
+    "cancelled": ("X", pictures.MUTED),
 }
 """Symbol and colour at the end of a transition."""
 
@@ -69,74 +62,9 @@ _UNITS = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "s
 """For each unit of the time axis: shortest picture in seconds, seconds per unit, and name."""
 
 
-@dataclass(frozen=True)
-class Transition:
-    """A worker that switched sides or a mesh that changed its size, or one that tried to.
-
-    Attributes:
-      worker: A hybrid worker, or the trainer.
-      source: Side or mesh before the transition.
-      target: Side or mesh after the transition.
-      reason: Why the transition was wanted.
-      start: Start in seconds, on the time axis of the pools. NaN if unknown.
-      end: End in seconds on the same axis. NaN if unknown.
-      step: Training step in which it ended. None if unknown.
-      outcome: "done", "failed" or "cancelled".
-      why: Cause of a failure. Empty if it is done.
-      phases: Seconds of each phase, in order.
-      bytes: Number of bytes moved. NaN if unknown.
-      stall: Seconds that each side lost.
-    """
-
-    worker: str
-    source: str
-    target: str
-    reason: str
-    start: float
-    end: float
-    step: int | None
-    outcome: str
-    why: str
-    phases: Mapping[str, float]
-    bytes: float
-    stall: Mapping[str, float]
-
-    @property
-    def way(self) -> str:
-        """Kind of the transition: for example "rollout to training", or `MESH`."""
-        return f"{self.source} to {self.target}" if self.source in SIDES and self.target in SIDES else MESH
-
-
-def parse(record: Mapping[str, Any]) -> Transition:
-    """Reads a line of `transitions.jsonl`. Missing or invalid values become unknown; no line is refused."""
-    text = {name: "" if record.get(name) is None else str(record[name]) for name in _TEXTS}
-    step = record.get("step")
-    return Transition(
-        worker=text["worker"],
-        source=text["from"],
-        target=text["to"],
-        reason=text["reason"],
-        start=_number(record.get("start")),
-        end=_number(record.get("end")),
-        step=step if isinstance(step, int) else None,
-        outcome=text["outcome"],
-        why=text["why"],
-        phases=_numbers(record.get("phases")),
-        bytes=_number(record.get("bytes")),
-        stall=_numbers(record.get("stall")),
-    )
-
-
-_TEXTS = ("worker", "from", "to", "reason", "outcome", "why")
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, int | float) and math.isfinite(value) else math.nan
-
-
-def _numbers(value: Any) -> dict[str, float]:
-    pairs = value.items() if isinstance(value, Mapping) else ()
-    return {name: number for name, number in pairs if not math.isnan(_number(number))}
+def way(change: Transition) -> str:
+    """Returns the kind of a transition: for example "rollout to training", or `MESH`."""
+    return f"{change.source} to {change.target}" if change.source in SIDES and change.target in SIDES else MESH
 
 
 # Picture --------------------------------------------------------------------------------------------------------
@@ -146,7 +74,7 @@ def stacked(sizes: Sequence[timeline.PoolSizes], end: float) -> tuple[list[float
     """Returns the data of the picture: times, and the devices of each pool from each time on.
 
     Pools are in the order of stacking. Pools that never had a device are left out, as are changes whose time is not
-    finite. The last time is the end. If there are more than `page.MOST_POINTS` changes, time is divided into that
+    finite. The last time is the end. If there are more than `pictures.MOST_POINTS` changes, time is divided into that
     many intervals, and the last change in each is kept.
 
     Args:
@@ -156,10 +84,10 @@ def stacked(sizes: Sequence[timeline.PoolSizes], end: float) -> tuple[list[float
     changes = sorted((size for size in sizes if math.isfinite(size.start)), key=lambda size: size.start)
     if not changes:
         return [], {}
-    if len(changes) > page.MOST_POINTS:
+    if len(changes) > pictures.MOST_POINTS:
         begin = changes[0].start
         # All changes may be at the same moment; any positive length will do then.
-        stretch = (changes[-1].start - begin) / page.MOST_POINTS or 1.0
+        stretch = (changes[-1].start - begin) / pictures.MOST_POINTS or 1.0
         changes = list({int((change.start - begin) / stretch): change for change in changes}.values())
     named = dict.fromkeys(itertools.chain.from_iterable(change.devices for change in changes))
     order = [*protocols.POOLS, *(name for name in named if name not in protocols.POOLS)]
@@ -179,16 +107,18 @@ def marks(changes: Sequence[Transition]) -> dict[str, list[tuple[float, float]]]
     for change in changes:
         name = change.outcome
         if name == DONE:
-            name = change.way if change.way == MESH else f"to {change.target}"
+            name = way(change) if way(change) == MESH else f"to {change.target}"
         if name in intervals and math.isfinite(change.end):
             intervals[name].append((change.start if math.isfinite(change.start) else change.end, change.end))
     return {name: times for name, times in intervals.items() if times}
 
 
-def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = (), end: float = 0.0) -> str:
-    """Draws devices by pool over time, with a mark above at the end of each transition. `page.standalone` saves it.
+def draw(
+    sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = (), end: float = 0.0
+) -> list[pictures.Picture]:
+    """Draws devices by pool over time, with a mark above at the end of each transition.
 
-    Returns an empty text if there is nothing to see: no pool was recorded, or no time has passed.
+    Returns nothing if there is nothing to see: no pool was recorded, or no time has passed.
 
     Args:
       sizes: Sizes of the pools at each change.
@@ -198,7 +128,7 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = ()
     intervals = marks(changes)
     times, columns = stacked(sizes, max((end, *(time for pairs in intervals.values() for _, time in pairs))))
     if not columns or times[-1] <= times[0]:
-        return ""
+        return []
     # Never exhausted: the last unit suits any time.
     _, unit_seconds, unit = next(row for row in _UNITS if times[-1] - times[0] >= row[0])
     moments = [time / unit_seconds for time in times]
@@ -220,73 +150,73 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = ()
             style = {"marker": symbol, "markersize": 6, "linestyle": "", "label": name}
             axes.plot(ends, [1.07 * top] * len(ends), color=colour, **style)
         axes.set(xlim=(moments[0], moments[-1]), ylim=(0, 1.14 * top), xlabel=unit, ylabel="devices")
-        page.whole_ticks(axes.yaxis)
-        page.legend_above(axes, 5)
+        pictures.whole_ticks(axes.yaxis)
+        pictures.legend_above(axes, 5)
 
-    return page.figure(picture, 3.4, wide=True)
-
-
-# Section --------------------------------------------------------------------------------------------------------
+    return [pictures.Picture(picture, 3.4)]
 
 
-def sections(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition], end: float) -> list[page.Section]:
-    """Returns the picture if pools ever changed, and tables of the transitions if there were any.
+# Sections -------------------------------------------------------------------------------------------------------
 
-    Args:
-      sizes: Sizes of the pools at each change.
-      changes: Transitions, in the order of their ends.
-      end: End of the run in seconds.
-    """
-    out = []
+
+def pools(run: RecordedRun) -> Iterator[page.Part]:
+    """Yields the picture of the pools if they ever changed."""
     # Pools that never changed would make a picture of flat stripes.
-    moved = bool(changes) or any(change.devices != sizes[0].devices for change in sizes)
-    if moved and (picture := draw(sizes, changes, end)):
-        out.append(page.Section("Pools", picture, note=NOTE, wide=True))
-    if not changes:
-        return out
-    heads = ("way", "done", "failed", "cancelled", "took", "phases", "moved", *_STALLS, "commonest reasons")
+    if run.transitions or any(change.devices != run.pools[0].devices for change in run.pools):
+        yield from draw(run.pools, run.transitions, run.seconds)
+
+
+def costs(run: RecordedRun) -> Iterator[page.Part]:
+    """Yields the table of the transitions of each way and their costs."""
     rows = []
-    for way in dict.fromkeys(change.way for change in changes):
-        alike = [change for change in changes if change.way == way]
+    for kind in dict.fromkeys(map(way, run.transitions)):
+        alike = [change for change in run.transitions if way(change) == kind]
         # Times and bytes are those of done transitions: one that failed ended early, and would look cheap.
         done = [change for change in alike if change.outcome == DONE]
         counts = Counter(change.outcome for change in alike)
         names = dict.fromkeys(name for change in done for name in change.phases)
-        phases = {name: _median(change.phases.get(name, math.nan) for change in done) for name in names}
         reasons = Counter(change.reason for change in alike if change.reason).most_common()
         named = [f"{reason} ({count:,})" for reason, count in reasons[:MOST_REASONS]]
-        further = len(reasons) - len(named)
+        further = [f"{len(reasons) - MOST_REASONS:,} more"] if len(reasons) > MOST_REASONS else []
         row = (
-            way,
+            kind,
             *(f"{counts[outcome]:,}" for outcome in (DONE, "failed", "cancelled")),
-            _seconds(_median(change.end - change.start for change in done)),
-            ", ".join(f"{name} {_seconds(value)}" for name, value in phases.items()),
-            _size(_median(change.bytes for change in done)),
-            *(_seconds(sum(change.stall.get(side, 0.0) for change in alike)) for side in _STALLS.values()),
-            "; ".join(named) + (f"; {further:,} more" if further else ""),
+            *_costs(
+                _median(change.end - change.start for change in done),
+                {name: _median(change.phases.get(name, math.nan) for change in done) for name in names},
+                _median(change.bytes for change in done),
+                _stalls(alike),
+            ),
+            "; ".join([*named, *further]),
         )
         rows.append(row)
-    out.append(page.Section("Transitions", table=page.Table(heads, rows), note=COST_NOTE, wide=True))
-    if lost := [change for change in changes if change.outcome != DONE]:
-        out.append(_listed("Transitions that came to nothing", lost))
-    return [*out, _listed("Every transition", changes, folded=True)]
+    yield page.Table(("way", DONE, "failed", "cancelled", *_COST_HEADS, "commonest reasons"), rows)
+
+
+def failures(run: RecordedRun) -> Iterator[page.Part]:
+    """Yields the table of the transitions that came to nothing."""
+    return _listed([change for change in run.transitions if change.outcome != DONE])
+
+
+def transitions(run: RecordedRun) -> Iterator[page.Part]:
+    """Yields the table of all transitions."""
+    return _listed(run.transitions)
 
 
 def sentence(changes: Sequence[Transition]) -> str:
     """Returns a sentence on the number of transitions and their cost. Empty if there were none."""
     if not changes:
         return ""
-    ways = Counter(change.way for change in changes if change.outcome == DONE)
+    ways = Counter(way(change) for change in changes if change.outcome == DONE)
     done, lost = ways.total(), len(changes) - ways.total()
-    counted = ", ".join(f"{count:,} {way}" for way, count in ways.items())
+    counted = ", ".join(f"{count:,} {kind}" for kind, count in ways.items())
     text = f"**{done:,} transition{'' if done == 1 else 's'}** came about" + (f" ({counted})" if counted else "")
     text += f" and {lost:,} came to nothing" if lost else ""
-    stalls = {side: sum(change.stall.get(side, 0.0) for change in changes) for side in _STALLS.values()}
-    return f"{text}; together they stalled {' and '.join(f'{side} for {_seconds(t)}' for side, t in stalls.items())}."
+    stalls = " and ".join(f"{side} for {_seconds(seconds)}" for side, seconds in _stalls(changes).items())
+    return f"{text}; together they stalled {stalls}."
 
 
-def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) -> page.Section:
-    heads = ("step", "worker", "from", "to", "outcome", "reason", "took", "phases", "moved", *_STALLS)
+def _listed(changes: Sequence[Transition]) -> Iterator[page.Part]:
     rows = [
         (
             "-" if change.step is None else str(change.step),
@@ -295,16 +225,29 @@ def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) 
             change.target,
             f"{change.outcome}: {change.why}" if change.why else change.outcome,
             change.reason,
-            _seconds(change.end - change.start),
-            ", ".join(f"{name} {_seconds(value)}" for name, value in change.phases.items()),
-            _size(change.bytes),
-            *(_seconds(change.stall.get(side, math.nan)) for side in _STALLS.values()),
+            *_costs(change.end - change.start, change.phases, change.bytes, change.stall),
         )
         for change in changes[-MOST_ROWS:]
     ]
-    table = page.Table(heads, rows)
-    note = f"The last {MOST_ROWS:,} of {len(changes):,}." if len(changes) > MOST_ROWS else ""
-    return page.Section(title, table=table, note=note, wide=True, folded=folded)
+    yield page.Table(("step", "worker", "from", "to", "outcome", "reason", *_COST_HEADS), rows)
+    if len(changes) > MOST_ROWS:
+        yield f"The last {MOST_ROWS:,} of {len(changes):,}."
+
+
+_COST_HEADS = ("took", "phases", "moved", *(f"{side} stalled" for side in SIDES))
+
+
+def _costs(seconds: float, phases: Mapping[str, float], size: float, stall: Mapping[str, float]) -> Iterator[str]:
+    """Yields the cells below `_COST_HEADS`."""
+    yield _seconds(seconds)
+    yield ", ".join(f"{name} {_seconds(value)}" for name, value in phases.items())
+    yield _size(size)
+    yield from (_seconds(stall.get(side, math.nan)) for side in SIDES)
+
+
+def _stalls(changes: Sequence[Transition]) -> dict[str, float]:
+    """Returns the seconds that each side lost in all of the transitions."""
+    return {side: sum(change.stall.get(side, 0.0) for change in changes) for side in SIDES}
 
 
 def _median(values: Iterable[float]) -> float:
