@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 import textwrap
@@ -19,13 +20,35 @@ STATUS_SECONDS = 5.0
 RATE_STEPS = 10
 """Number of steps whose mean duration gives the estimate of the remaining time."""
 
-TIMES = {"wait": "rollout/wait_seconds", "train": "train/seconds", "sync": "sync/seconds"}
-"""Names of the parts of a step's time in a line, and their metrics. The report uses the same parts."""
+NUMBERS = {
+    "reward/mean": ("reward {}", "reward", "z.3f"),
+    "evaluation/accuracy": ("held-out {}", "held-out", "z.3f"),
+    "tokens_per_second": ("mean {} tokens/s", "mean tokens/s", ",.0f"),
+    "train/tokens_per_second": ("trained {}/s", "trained/s", ",.0f"),
+    "train/tokens_per_second_per_device": ("({} a device)", "a device", ",.0f"),
+    "train/mfu": ("MFU {}", "MFU", ".0%"),
+    "staleness/max": ("staleness {}", "staleness", ".0f"),
+    "loss": ("loss {}", "loss", ".4g"),
+    "mismatch/kl": ("mismatch {}", "mismatch KL", ".1e"),
+    "step/seconds": ("", "step", ".1f"),
+}
+"""For each metric: part of a step's line (empty: only the screen has it), name on the screen, and format."""
+
+TIMES = {"rollout/wait_seconds": "wait", "train/seconds": "train", "sync/seconds": "sync"}
+"""Metrics of the parts of a step's time in a line, and their names. The report uses the same parts."""
 
 WIDTH = 120
 """Largest number of columns of a step's line."""
 
-LESS_IMPORTANT = ("trained", "mismatch", "moves", "loss", "mfu", "staleness", "sync", "train", "wait")
+LESS_IMPORTANT = (
+    "train/tokens_per_second",
+    "mismatch/kl",
+    "routing/moves",
+    "loss",
+    "train/mfu",
+    "staleness/max",
+    *reversed(TIMES),
+)
 """Parts that a step's line leaves out if it is too long, in this order."""
 
 LOST = "console"
@@ -126,38 +149,26 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
     """
     # Padded to the width of the last step, so that columns stay aligned over the run.
     parts = {"step": f"step {step:>{len(str(pace.steps))}}/{pace.steps}"}
-    if (reward := scalars.get("reward/mean")) is not None:
-        parts["reward"] = f"reward {reward:z.3f}"
-    if (evaluation := scalars.get("evaluation/accuracy")) is not None:
-        parts["held-out"] = f"held-out {evaluation:z.3f}"
-    if rate := scalars.get("tokens_per_second"):
-        parts["speed"] = f"mean {rate:,.0f} tokens/s"
-    if (trained := scalars.get("train/tokens_per_second")) is not None:
-        # On one device both speeds are the same, and one of them is enough.
-        device_rate = scalars.get("train/tokens_per_second_per_device", trained)
-        parts["trained"] = f"trained {trained:,.0f}/s" + (
-            f" ({device_rate:,.0f} a device)" if device_rate < trained else ""
-        )
-    if (mfu := scalars.get("train/mfu")) is not None:
-        parts["mfu"] = f"MFU {mfu:.0%}"
-    if (staleness := scalars.get("staleness/max")) is not None:
-        parts["staleness"] = f"staleness {staleness:.0f}"
-    if (loss := scalars.get("loss")) is not None:
-        parts["loss"] = f"loss {loss:.4g}"
-    if (mismatch := scalars.get("mismatch/kl")) is not None:
-        parts["mismatch"] = f"mismatch {mismatch:.1e}"
+    for metric, (part, _, form) in NUMBERS.items():
+        if part and (value := scalars.get(metric)) is not None:
+            parts[metric] = part.format(f"{value:{form}}")
+    if not scalars.get("tokens_per_second"):
+        parts.pop("tokens_per_second", None)
+    trained, per_device = "train/tokens_per_second", "train/tokens_per_second_per_device"
+    device_text = parts.pop(per_device, "")
+    # On one device both speeds are the same, and one of them is enough.
+    if trained in parts and scalars.get(per_device, math.inf) < scalars[trained]:
+        parts[trained] += f" {device_text}"
     if moves := scalars.get("routing/moves"):
         right = scalars.get("routing/one_shot_accuracy")
-        parts["moves"] = f"{moves:.0f} moves" + ("" if right is None else f", {right:.0%} routed right")
-    if pace.remaining_seconds and pace.done < pace.steps:
-        parts["left"] = f"{seconds_text(pace.remaining_seconds)} left"
-    times = {name: f"{name} {seconds_text(scalars[metric])}" for name, metric in TIMES.items() if metric in scalars}
-    for name in ("", *LESS_IMPORTANT):  # drops nothing first, then the least important parts one by one
-        parts.pop(name, None)
-        times.pop(name, None)
-        line_parts = {**parts, "times": ", ".join(times.values())} if times else parts
-        remaining_text = line_parts.pop("left", None)  # shown last
-        line = "  ".join([*line_parts.values(), *([remaining_text] if remaining_text else [])])
+        parts["routing/moves"] = f"{moves:.0f} moves" + ("" if right is None else f", {right:.0%} routed right")
+    times = {metric: f"{name} {seconds_text(scalars[metric])}" for metric, name in TIMES.items() if metric in scalars}
+    is_known = pace.remaining_seconds and pace.done < pace.steps
+    remaining_text = f"{seconds_text(pace.remaining_seconds or 0.0)} left" if is_known else ""
+    for metric in ("", *LESS_IMPORTANT):  # drops nothing first, then the least important parts one by one
+        parts.pop(metric, None)
+        times.pop(metric, None)
+        line = "  ".join(filter(None, (*parts.values(), ", ".join(times.values()), remaining_text)))
         if len(line) <= WIDTH:
             break
     return line

@@ -29,20 +29,6 @@ WIDTH = 100
 REFRESH_SECONDS = 0.5
 SPARK_STEPS = 40
 
-NUMBERS = {
-    "reward/mean": ("reward", ".3f"),
-    "evaluation/accuracy": ("held-out", ".3f"),
-    "tokens_per_second": ("mean tokens/s", ",.0f"),
-    "train/tokens_per_second": ("trained/s", ",.0f"),
-    "train/tokens_per_second_per_device": ("a device", ",.0f"),
-    "train/mfu": ("MFU", ".0%"),
-    "staleness/max": ("staleness", ".0f"),
-    "loss": ("loss", ".4g"),
-    "mismatch/kl": ("mismatch KL", ".1e"),
-    "step/seconds": ("step", ".1f"),
-}
-"""Name and format of each metric of the last step that is shown."""
-
 
 def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
     """Returns a run's state as one screen.
@@ -116,9 +102,9 @@ def numbers(view: Mapping[str, Any]) -> list[RenderableType]:
     if "tokens_per_second" in scalars:
         scalars["tokens_per_second"] = view.get("tokens_per_second") or None
     cells = [
-        Text.assemble((called, "dim"), " ", (f"{value:{form}}", "bold"))
-        for name, (called, form) in NUMBERS.items()
-        if (value := scalars.get(name)) is not None
+        Text.assemble((name, "dim"), " ", (f"{value:{form}}", "bold"))
+        for metric, (_, name, form) in console.NUMBERS.items()
+        if (value := scalars.get(metric)) is not None
     ]
     return [Columns(cells, padding=(0, 3))] if cells else []
 

@@ -1,6 +1,5 @@
 """Pools and transitions: their files over kills and restarts, the picture's data, and what the report tells of them."""
 
-import html
 import json
 import math
 import re
@@ -236,13 +235,6 @@ def test_marks_tell_each_way_and_what_came_to_nothing():
     }
 
 
-def texts(workdir):
-    """The report's text, one space between words, tags taken out and entities resolved."""
-    source = report.write_report(workdir).read_text()
-    body = re.sub(r"<style.*?</style>", "", source, flags=re.DOTALL)
-    return source, re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", body)))
-
-
 def test_the_report_shows_pools_and_what_transitions_cost(tmp_path):
     one = run_recorder(tmp_path, Clock())
     one.pools(100.0, START)
@@ -252,54 +244,51 @@ def test_the_report_shows_pools_and_what_transitions_cost(tmp_path):
     one.transition(transition(step=7, outcome="failed", why="engine-2 <died>", phases={"drain": 9.0}, bytes=0))
     one.transition(transition(**{"from": "training", "to": "rollout"}, step=8, reason="<b>&requests</b> queue"))
     one.pools(110.0, HELPED)
-    one.metrics(1, {"loss": 1.0})
     one.close()
-    source, text = texts(tmp_path)
+    source = report.write_report(tmp_path).read_text()
     for name in (CORE, BORROWED, LENT, ROLLOUT, "to training", "to rollout", "failed"):
         assert f">{name}</text>" in source
-    for told_so in (
-        "4 transitions came about (3 rollout to training, 1 training to rollout) and 1 came to nothing; together they "
-        "stalled training for 1.25 s and rollout for 2.50 s.",
+    for title in ("<h2>Pools", "<h2>Transitions<", "<h2>Transitions that came to nothing", "<summary>Every transition"):
+        assert title in source
+    assert "<b>&requests" not in source
+    assert "<died>" not in source
+    changes = recorded_run.load(tmp_path).transitions
+    assert pool_report.sentence(changes) == (
+        "**4 transitions** came about (3 rollout to training, 1 training to rollout) and 1 came to nothing; together "
+        "they stalled training for 1.25 s and rollout for 2.50 s."
+    )
+    assert [" ".join(row) for row in cells(pool_report.costs, changes)[0]] == [
         "rollout to training 3 1 0 2.00 s drain 0.20 s, fetch 0.50 s 2 MB 1.00 s 2.00 s "
         "training takes twice as long (4)",
         "training to rollout 1 0 0 2.00 s drain 0.50 s, fetch 1.00 s 2 MB 0.25 s 0.50 s <b>&requests</b> queue (1)",
-        "Transitions that came to nothing",
-        "7 engine-2 rollout training failed: engine-2 <died>",
-    ):
-        assert re.sub(r"\s", "", told_so) in re.sub(r"\s", "", text)
-    assert "<b>&requests" not in source
-    assert "<died>" not in source
+    ]
+    [lost], _ = cells(pool_report.failures, changes)
+    assert lost[:5] == ("7", "engine-2", "rollout", "training", "failed: engine-2 <died>")
 
 
-def test_a_run_without_pools_has_no_such_section_and_no_file(tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "drawn"),
+    [
+        ([], 0.0, None),
+        ([START, START], 9.0, None),  # flat stripes
+        ([START], 0.0, None),  # at the last moment alone
+        ([START, START | {LENT: 1}], 9.0, [CORE, LENT, ROLLOUT]),  # without a pool that never had a device
+    ],
+)
+def test_pools_are_drawn_if_they_ever_changed(sizes, seconds, drawn):
+    pools = [timeline.PoolSizes(2.0 * index, devices) for index, devices in enumerate(sizes)]
+    pictures_drawn = [*pool_report.pools(recorded_run.RecordedRun(pools=pools, seconds=seconds))]
+    assert len(pictures_drawn) == (drawn is not None)
+    for picture in pictures_drawn:
+        assert picture.figure(pictures.NARROW).axes[0].get_legend_handles_labels()[1] == drawn
+
+
+def test_a_run_without_transitions_has_no_file_and_no_table(tmp_path):
     one = run_recorder(tmp_path, Clock())
     one.metrics(1, {"loss": 1.0})
     one.close()
-    source, text = texts(tmp_path)
-    assert "<h2>Pools</h2>" not in source
-    assert "ransition" not in text
+    assert "ransition" not in report.write_report(tmp_path).read_text()
     assert not (tmp_path / "transitions.jsonl").exists()
-
-
-def test_a_run_with_one_change_of_its_pools_has_their_picture_and_no_table(tmp_path):
-    one = run_recorder(tmp_path, Clock())
-    one.pools(100.0, START)
-    one.pools(102.0, START | {LENT: 1})
-    one.span("trainer", "train step", 104.0, 108.0)
-    one.close()
-    source, text = texts(tmp_path)
-    assert "<h2>Pools</h2>" in source
-    assert f">{LENT}</text>" in source
-    assert f">{BORROWED}</text>" not in source  # no device was ever there
-    assert "Transitions" not in text
-
-
-def test_pools_told_at_the_last_moment_alone_have_a_report_without_their_picture(tmp_path):
-    one = run_recorder(tmp_path, Clock())
-    one.pools(100.0, START)
-    one.close()
-    source, _ = texts(tmp_path)
-    assert "<h2>Pools</h2>" not in source
 
 
 values = st.recursive(

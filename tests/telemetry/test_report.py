@@ -15,11 +15,9 @@ from libra_jax.telemetry import console, metrics, recorder
 from libra_jax.telemetry.report import (
     charts,
     pictures,
-    pool_report,
     recorded_run,
     report,
     run_report,
-    timeline,
     tool_report,
 )
 
@@ -428,13 +426,6 @@ def test_names_with_dollars_and_escapes_are_drawn_as_text():
     [picture] = tool_report.seconds(run)
     assert "\\x1b[2J" in picture.svg(pictures.NARROW)
     assert "\x1b" not in picture.svg(pictures.NARROW)
-
-
-def test_pools_that_never_changed_have_no_picture():
-    sizes = [timeline.PoolSizes(0.0, {"core training": 1}), timeline.PoolSizes(5.0, {"core training": 1})]
-    assert not [*pool_report.pools(recorded_run.RecordedRun(pools=sizes, seconds=9.0))]
-    grown = [*sizes, timeline.PoolSizes(6.0, {"core training": 2})]
-    assert len([*pool_report.pools(recorded_run.RecordedRun(pools=grown, seconds=9.0))]) == 1
 
 
 @pytest.mark.parametrize(("share", "told"), [(-0.001, "none"), (-0.2, "none"), (0.001, "0%"), (0.25, "25%")])

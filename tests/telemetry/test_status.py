@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from libra_jax import protocols
-from libra_jax.telemetry import files, memory, screen, status
+from libra_jax.telemetry import console, files, memory, screen, status
 from libra_jax.utils import checksums
 
 HOUR = 3600.0
@@ -74,12 +74,12 @@ def test_the_view_says_what_every_worker_does_and_for_how_long():
 
 def test_no_number_is_cut_on_a_terminal_of_80_columns():
     run = run_status(Clock())
-    run.metrics(4, dict.fromkeys(screen.NUMBERS, 12345.678) | {"tokens/generated": 50.0})
+    run.metrics(4, dict.fromkeys(console.NUMBERS, 12345.678) | {"tokens/generated": 50.0})
     stream = io.StringIO()
     Console(file=stream, width=80, color_system=None).print(screen.picture(run.view()))
     assert "…" not in stream.getvalue()
-    for called, _ in screen.NUMBERS.values():
-        assert f"{called} " in stream.getvalue()
+    for _, name, _ in console.NUMBERS.values():
+        assert f"{name} " in stream.getvalue()
 
 
 def test_a_silent_event_loop_and_a_wait_past_its_deadline_are_problems_and_a_queue_is_none():
