@@ -284,11 +284,11 @@ def test_pools_are_drawn_if_they_ever_changed(sizes, seconds, drawn):
 
 
 def test_a_run_without_transitions_has_no_file_and_no_table(tmp_path):
-    one = run_recorder(tmp_path, Clock())
+    one = run_recorder(tmp_path / "run", Clock())
     one.metrics(1, {"loss": 1.0})
     one.close()
-    assert "ransition" not in report.write_report(tmp_path).read_text()
-    assert not (tmp_path / "transitions.jsonl").exists()
+    assert "ransition" not in report.write_report(tmp_path / "run").read_text()
+    assert not (tmp_path / "run" / "transitions.jsonl").exists()
 
 
 values = st.recursive(
