@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gpu import cases, rows, worker
 from libra_jax import protocols
+from libra_jax.utils import processes
 
 START_SECONDS = 90.0
 """Deadline in seconds for a worker to import JAX and to find its devices."""
@@ -45,7 +46,7 @@ class Runner:
         self._clock, self._began = clock, clock()
         self._budget = seconds
         self._environment, self._scratch, self._path = environment, scratch, path
-        self._worker: worker.Worker | None = None
+        self._worker: processes.Peer | None = None
         self._process = "jax"
 
     @property
@@ -59,7 +60,7 @@ class Runner:
         Raises:
           NoDevice: JAX does not start.
         """
-        reply = self._started().call("gpu.machine:describe", (), START_SECONDS)
+        reply = self._call(worker.Call("gpu.machine:describe"), START_SECONDS)
         if reply.error:
             raise NoDevice(f"JAX finds no device here: {reply.error}")
         assert isinstance(reply.value, rows.Machine)
@@ -92,10 +93,13 @@ class Runner:
             self._worker.kill()
             self._worker = None
 
-    def _started(self) -> worker.Worker:
+    def _call(self, call: worker.Call, seconds: float) -> worker.Reply:
+        """Runs a function in the worker. If it does not answer in time or ends, it has to be aborted."""
         if self._worker is None:
-            self._worker = worker.Worker(self._environment, self._path)
-        return self._worker
+            self._worker = processes.Peer(worker.serve, dict(self._environment), list(self._path), name="its process")
+        reply = self._worker.ask(call, seconds)
+        assert isinstance(reply, worker.Reply)
+        return reply
 
     def _row(self, case: cases.Case, bench: rows.Bench, left: float) -> rows.Row:
         if case.process != self._process:
@@ -105,7 +109,7 @@ class Runner:
         longest = case.most_seconds * (DRY_RUN_PATIENCE if bench.tiny else 1.0)
         deadline = min(longest, left)
         try:
-            reply = self._started().call(case.target, (bench, *case.arguments), deadline)
+            reply = self._call(worker.Call(case.target, (bench, *case.arguments)), deadline)
         except protocols.LibraError as error:
             # It hangs or is dead, and the device with it; the next case gets a new worker.
             self.abort()

@@ -1,4 +1,4 @@
-"""The process in which cases run, and the process that waits for it.
+"""The process in which cases run.
 
 JAX and torch live in the worker alone. A case that hangs, dies or leaves a broken device is ended with it, and the next
 case gets a new worker. All processes of the script are descendants of one.
@@ -17,7 +17,6 @@ from multiprocessing import connection
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.utils import processes
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -27,7 +26,7 @@ class Call:
     """A function, as "module:function", and its arguments."""
 
     target: str
-    arguments: tuple[object, ...]
+    arguments: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,43 +44,19 @@ class Reply:
     kind: str = ""
 
 
-class Worker:
-    """A process that runs one call after the other.
-
-    Args:
-      environment: environment variables, set before anything is imported there.
-      path: folders to import from, beside those of this process.
-    """
-
-    def __init__(self, environment: Mapping[str, str], path: Sequence[str] = ()) -> None:
-        self._peer = processes.Peer(_serve, dict(environment), list(path), name="its process")
-
-    def call(self, target: str, arguments: tuple[object, ...], seconds: float) -> Reply:
-        """Runs a function there.
-
-        Raises:
-          DeadlineMissed: it did not return in time. The worker has to be ended.
-          WorkerLost: the worker ended.
-        """
-        reply = self._peer.ask(Call(target, arguments), seconds)
-        assert isinstance(reply, Reply)
-        return reply
-
-    def end(self) -> None:
-        """Lets the worker return, and ends it if it does not. Idempotent."""
-        self._peer.end()
-
-    def kill(self) -> None:
-        """Kills the worker and all of its children, and reaps them. Idempotent."""
-        self._peer.kill()
-
-
 def adopt_orphans() -> None:
     """Makes this process the parent of descendants whose parent dies, so that it can reap them (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _serve(pipe: connection.Connection, environment: Mapping[str, str], path: Sequence[str]) -> None:
+def serve(pipe: connection.Connection, environment: Mapping[str, str], path: Sequence[str]) -> None:
+    """Answers one `Call` after the other, until None comes (`processes.Peer`).
+
+    Args:
+      pipe: brings calls and takes replies.
+      environment: environment variables, set before anything is imported here.
+      path: folders to import from, beside those of the other process.
+    """
     os.environ.update(environment)
     sys.path.extend(folder for folder in path if folder not in sys.path)
     while (call := pipe.recv()) is not None:

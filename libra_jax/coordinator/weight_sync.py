@@ -223,7 +223,7 @@ class WeightSync:
         """Loads the version into some engines of one host, chunk by chunk on arrival."""
         for index, place in enumerate(chunks):
             try:
-                chunk = await relay_tree.wait_shared(place)
+                chunk = await asyncio.shield(place)
             except protocols.LibraError as error:  # the host's relay failed, so the rest cannot arrive
                 for update in updates:
                     self._engines.lost(update.engine, update.life, error)

@@ -54,13 +54,6 @@ def expected(count: int) -> list[asyncio.Future[protocols.WeightChunk]]:
     return [asyncio.get_running_loop().create_future() for _ in range(count)]
 
 
-async def wait_shared(awaited: asyncio.Future[T]) -> T:
-    """Awaits a future that others await, too. Cancelling this call does not cancel the future."""
-    # `wait` leaves the future alone when its caller is cancelled; awaiting the future itself would cancel it.
-    await asyncio.wait({awaited})
-    return awaited.result()
-
-
 class RelayClient(typed_clients.ActorClient, protocols.RelayClient):
     """A weight relay, for one life of its process. See `typed_clients.ActorClient` for the arguments."""
 
@@ -185,7 +178,7 @@ class RelayTree:
         }
 
         async def give(relay: Relay) -> None:
-            error = await wait_shared(answering[relay.host])
+            error = await asyncio.shield(answering[relay.host])
             if error is not None and relay.host in needed:
                 error = await self._made(relay)
             elif error is not None and relay.host in lent:
@@ -197,7 +190,7 @@ class RelayTree:
                 _fail(copies[relay.host], error)
                 return
             parent = above.get(relay.host, self._root)
-            if parent is not self._root and await wait_shared(answering[parent.host]) is not None:
+            if parent is not self._root and await asyncio.shield(answering[parent.host]) is not None:
                 parent = self._root  # only its own host waits for a restarting relay
             # A link ends with the life of either relay.
             if relay.link != (parent.host, parent.life):
@@ -219,7 +212,7 @@ class RelayTree:
             if self._full_every == 1:
                 place.set_result(None)
                 continue
-            source = await wait_shared(chunk)
+            source = await asyncio.shield(chunk)
             full = not source.policy_version % self._full_every
             if full or source.frozen:
                 place.set_result(None)  # before the root copies the chunk, because no host has to wait for the copy
@@ -242,7 +235,7 @@ class RelayTree:
         """Brings all chunks of a version to one host, and records the cost."""
         arrived = 0
         for number, chunk in enumerate(staged):
-            source = await wait_shared(chunk)
+            source = await asyncio.shield(chunk)
             try:
                 copy = relay.chunks.get(number)
                 if copy is not None and source.frozen and copy.frozen == source.frozen:
@@ -282,11 +275,11 @@ class RelayTree:
         above, source = self._root, chunk
         if relay.link is not None and relay.link[0] != self._root.host:
             try:
-                source = await wait_shared(copies[relay.link[0]][chunk.index])
+                source = await asyncio.shield(copies[relay.link[0]][chunk.index])
                 above = self._relays[relay.link[0]]
             except protocols.LibraError:
                 relay.link = None  # the parent has been dropped
-        change, copy = await wait_shared(compared), relay.chunks.get(chunk.index)
+        change, copy = await asyncio.shield(compared), relay.chunks.get(chunk.index)
         # Only the root has all differences; another relay has those that it received itself.
         sendable = above is self._root or above.changes.get(chunk.index) == change
         if change is not None and (copy is None or copy.checksum != change.base or not sendable):

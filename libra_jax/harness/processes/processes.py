@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import signal
 import sys
@@ -38,24 +37,11 @@ class ProgramResult:
     seconds: float = 0.0
 
 
-class Tail:
-    """Keeps the last `max_bytes` bytes of a stream, in memory of about twice that size."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._size = max_bytes, 0
-        self._chunks: collections.deque[bytes] = collections.deque()
-
-    async def drain(self, stream: asyncio.StreamReader) -> None:
-        """Reads the stream to its end."""
-        while chunk := await stream.read(_CHUNK):
-            self._chunks.append(chunk)
-            self._size += len(chunk)
-            while self._size - len(self._chunks[0]) >= self._max_bytes:
-                self._size -= len(self._chunks.popleft())
-
-    def text(self) -> str:
-        """Returns the kept part. Bytes that are no text are replaced."""
-        return b"".join(self._chunks)[-self._max_bytes :].decode(errors="replace")
+async def _drain(stream: asyncio.StreamReader, tail: bytearray, max_bytes: int) -> None:
+    """Reads the stream to its end, and keeps the last `max_bytes` bytes in `tail`."""
+    while chunk := await stream.read(_CHUNK):
+        tail += chunk
+        del tail[: max(0, len(tail) - max_bytes)]
 
 
 async def run(
@@ -100,12 +86,12 @@ async def run(
         )
     except (OSError, ValueError) as error:
         raise protocols.EnvironmentCrashed(f"{command[0]} could not be started: {error}") from error
-    output, errors = Tail(most_bytes), Tail(most_bytes)
+    output, errors = bytearray(), bytearray()
 
     async def wait_for_end() -> int:
         assert process.stdout is not None
         assert process.stderr is not None
-        await asyncio.gather(output.drain(process.stdout), errors.drain(process.stderr))
+        await asyncio.gather(_drain(process.stdout, output, most_bytes), _drain(process.stderr, errors, most_bytes))
         return await process.wait()
 
     status: int | None = None
@@ -114,7 +100,8 @@ async def run(
             status = await deadlines.cancel_after(seconds, wait_for_end())
     finally:
         await deadlines.finish(_end(process))
-    return ProgramResult(status, output.text(), errors.text(), loop.time() - start)
+    printed, complaints = (tail.decode(errors="replace") for tail in (output, errors))
+    return ProgramResult(status, printed, complaints, loop.time() - start)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
