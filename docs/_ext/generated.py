@@ -88,7 +88,7 @@ def config_pages() -> Iterator[tuple[str, str]]:
     for section, config_type in sections():
         title = section or "run"
         names.append(f"config_{title}")
-        lines = [f"# `{title}`\n", inspect.cleandoc(config_type.__doc__ or "").partition("\n\nAttributes:")[0], ""]
+        lines = [f"# `{title}`\n", inspect.cleandoc(config_type.__doc__ or ""), ""]
         for name, setting in settings.items():
             if name.partition(".")[0] != section if section else "." in name:
                 continue

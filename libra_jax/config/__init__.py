@@ -21,14 +21,11 @@ from libra_jax.config.algorithm import (
 )
 from libra_jax.config.arguments import ARGUMENTS
 from libra_jax.config.checks import (
-    ALIASES,
     LEAST_TEMPERATURE,
     MOST_TEMPERATURE,
     check,
     check_choice,
     check_cores,
-    check_finite,
-    check_temperature,
 )
 from libra_jax.config.coordination import (
     CheckpointConfig,
@@ -38,7 +35,6 @@ from libra_jax.config.coordination import (
     PlannerConfig,
 )
 from libra_jax.config.environments import (
-    OF_REWARDS,
     RewardConfig,
     RewardFunctionConfig,
     SandboxConfig,
@@ -46,6 +42,7 @@ from libra_jax.config.environments import (
     TaskConfig,
     ToolsConfig,
 )
+from libra_jax.config.fields import field
 from libra_jax.config.group import REMOVED, RENAMED, freeze, group, nearest, now, renamed
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, GatewayConfig, TelemetryConfig
 from libra_jax.config.optimizers import OptimizerConfig
@@ -57,7 +54,6 @@ from libra_jax.config.training import PROJECTIONS, LoraConfig, ModelConfig, Trai
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
-    "ALIASES",
     "ARGUMENTS",
     "BASELINES",
     "BASELINE_ADVANTAGES",
@@ -70,7 +66,6 @@ __all__ = [
     "LOSSES",
     "MAY_CHANGE",
     "MOST_TEMPERATURE",
-    "OF_REWARDS",
     "ORDERINGS",
     "POLICIES",
     "PROJECTIONS",
@@ -105,10 +100,9 @@ __all__ = [
     "check",
     "check_choice",
     "check_cores",
-    "check_finite",
-    "check_temperature",
     "checked",
     "digest",
+    "field",
     "freeze",
     "group",
     "identity",

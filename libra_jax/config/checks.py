@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from libra_jax.protocols import ConfigError
 
@@ -42,11 +40,6 @@ def multiples(step: int, near: int) -> str:
     return either(number for number in (below, below + step) if number)
 
 
-def check_finite(value: float, field_name: str) -> None:
-    """Raises ConfigError unless `value` is a finite number."""
-    check(math.isfinite(value), field_name, f"must be a finite number, not {value}")
-
-
 ALIASES = {"gpu": "cuda", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 """What others call a choice, for the hint."""
 
@@ -60,33 +53,9 @@ def check_choice(value: str, choices: tuple[str, ...], field_name: str) -> None:
         raise ConfigError(f"config.{field_name}: {value!r} is not one of {', '.join(choices)}{hint}")
 
 
-def check_function(value: str, choices: tuple[str, ...], arguments: Mapping[str, Any], field_name: str) -> None:
-    """Raises ConfigError unless `value` is one of `choices`, or names a user's function as "package.module:function".
-
-    Only the form is checked here. `arguments` are the keyword arguments of `<field_name>_arguments`.
-    """
-    if ":" not in value:
-        try:
-            check_choice(value, choices, field_name)
-        except ConfigError as error:
-            raise ConfigError(f'{error}; a function of your own has the form "package.module:function"') from None
-    for key in arguments:
-        check(isinstance(key, str), f"{field_name}_arguments", f"{key!r} is not the name of an argument")
-
-
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 """Sampling temperatures that vLLM 0.32 takes as they are (vllm/sampling_params.py). Below, it samples at the least one
 with a log line, while the trainer would score at what was asked for; above, it refuses the request."""
-
-
-def check_temperature(value: float, field_name: str, hint: str = "") -> None:
-    """Raises ConfigError unless vLLM samples at `value`; `hint` ends the sentence."""
-    check_finite(value, field_name)
-    check(
-        LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE,
-        field_name,
-        f"must lie in [{LEAST_TEMPERATURE:g}, {MOST_TEMPERATURE:g}], as vLLM samples at no other, not {value}{hint}",
-    )
 
 
 def check_cores(cores: tuple[int, ...], field_name: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from libra_jax.config.checks import DEGREES, check, check_temperature
-from libra_jax.config.fields import field
+from libra_jax.config.checks import DEGREES, check
+from libra_jax.config.fields import SAMPLED, check_value, field
 from libra_jax.config.group import group
 
 
@@ -65,7 +65,7 @@ class EvaluationConfig:
             f"{self.attempts} greedy attempts would be alike; set evaluation.temperature above 0, such as 1",
         )
         if self.temperature != 0:
-            check_temperature(self.temperature, "evaluation.temperature", "; 0 is greedy")
+            check_value(self.temperature, SAMPLED, "evaluation.temperature")
 
 
 @dataclass

@@ -86,31 +86,26 @@ class TaskConfig:
 class SandboxLimits:
     """Limits of one sandbox. A call that exceeds one fails, and says which limit it met.
 
-    Attributes:
-      seconds: wall-clock seconds of a call before it times out. Less than 95% of `task.tool_seconds`: otherwise the
-        step's own deadline comes first, and the session loses its files. Calls that share a session run one after
-        another, and one that has not begun by the step's deadline times out, too.
-      cpu_seconds: CPU seconds of a call, over all its processes.
-      memory_mib: MiB of memory of all processes together, and of addresses of each.
-      processes: number of processes and threads at once, besides the sandbox's own.
-      file_mib: MiB of the largest file.
-      workspace_mib: MiB of all files of the workspace; as much again of those in /tmp, and in /dev/shm.
-      files: number of files in each of these folders.
-      input_bytes: bytes of the longest code, command or text of a call.
-      output_bytes: bytes of a call's output that are kept; the middle of a longer output is cut out.
-      start_seconds: seconds of a sandbox's start. Also seconds until one is free, for callers that have not waited
-        for it beforehand as rollouts do (`task.wait_seconds`).
+    Below the minimum of a limit not even an empty call works: Python itself takes 40 MiB of addresses, and a shell
+    starts a process.
     """
 
+    # Wall-clock seconds of a call before it times out. Less than 95% of `task.tool_seconds`: otherwise the step's own
+    # deadline comes first, and the session loses its files. Calls that share a session run one after another, and one
+    # that has not begun by the step's deadline times out, too.
     seconds: float = field(5.0, gt=0)
-    cpu_seconds: float = field(5.0, gt=0)
-    memory_mib: int = field(512, ge=64)
-    processes: int = field(32, ge=2)
-    file_mib: int = field(64, gt=0)
+    cpu_seconds: float = field(5.0, gt=0)  # CPU seconds of a call, over all its processes
+    memory_mib: int = field(512, ge=64)  # MiB of memory of all processes together, and of addresses of each
+    processes: int = field(32, ge=2)  # number of processes and threads at once, besides the sandbox's own
+    file_mib: int = field(64, gt=0)  # MiB of the largest file
+    # MiB of all files of the workspace; as much again of those in /tmp, and in /dev/shm.
     workspace_mib: int = field(128, gt=0)
-    files: int = field(20_000, ge=100)
-    input_bytes: int = field(262_144, ge=1024)
+    files: int = field(20_000, ge=100)  # number of files in each of these folders
+    input_bytes: int = field(262_144, ge=1024)  # bytes of the longest code, command or text of a call
+    # Bytes of a call's output that are kept; the middle of a longer output is cut out.
     output_bytes: int = field(16_384, ge=256)
+    # Seconds of a sandbox's start. Also seconds until one is free, for callers that have not waited for it beforehand
+    # as rollouts do (`task.wait_seconds`).
     start_seconds: float = field(20.0, gt=0)
 
     def of_call(self, seconds: float | None) -> float:

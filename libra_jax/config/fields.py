@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, Unpack, cast, overload
 
-from libra_jax.config.checks import check, check_choice, either
+from libra_jax.config.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE, check, check_choice, either
 from libra_jax.protocols import ConfigError
 
 T = TypeVar("T")
@@ -46,6 +46,10 @@ class Constraint(TypedDict, total=False):
     ascending: bool
     needs: tuple[str, ...]
     hint: str
+
+
+SAMPLED = Constraint(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE, hint="vLLM samples at no other, and 0 is greedy")
+"""Temperatures of sampling."""
 
 
 @overload

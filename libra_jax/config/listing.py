@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import io
-import re
 import textwrap
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -87,22 +86,12 @@ def settings(config_type: type[Any], prefix: str = "") -> Iterator[Setting]:
 
 
 def _meanings(config_type: type[Any]) -> dict[str, str]:
-    """Returns the meaning of each field: the comment beside or above the field, or its entry under `Attributes:`."""
+    """Returns the meaning of each field: the comment beside or above the field."""
     found: dict[str, str] = {}
     # Base classes first, so that a class's own meaning of a field wins.
     for base in reversed(config_type.__mro__[:-1]):
-        if not dataclasses.is_dataclass(base):
-            continue
-        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")
-        name = ""
-        for line in section.splitlines():
-            if entry := re.match(r"  (\w+): (.*)", line):
-                name = entry[1]
-                found[name] = entry[2]
-            elif name and line.startswith("   "):
-                found[name] += f" {line.strip()}"
-        # Last, so that a comment beside a field wins over an entry of that name.
-        found |= _commented(textwrap.dedent(inspect.getsource(base)))
+        if dataclasses.is_dataclass(base):
+            found |= _commented(textwrap.dedent(inspect.getsource(base)))
     return found
 
 

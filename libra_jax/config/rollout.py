@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax.config.arguments import check_arguments
-from libra_jax.config.checks import DEGREES, LEAST_TEMPERATURE, MOST_TEMPERATURE, check
+from libra_jax.config.checks import DEGREES, check
 from libra_jax.config.engine_arguments import check_engine_arguments
-from libra_jax.config.fields import field
+from libra_jax.config.fields import SAMPLED, field
 from libra_jax.config.group import group
 
 
@@ -28,7 +28,7 @@ class RolloutConfig:
     max_context: int = field(512, gt=0)  # longest context, in tokens (prompt, tools and generated)
     max_tokens: int = field(96, gt=0)  # most generated tokens of a turn
     # Sampling temperature, 0.01 to 2; the trainer scores with the same.
-    temperature: float = field(1.0, ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE, hint="vLLM samples at no other")
+    temperature: float = field(1.0, **SAMPLED)
     # Refused below 1: every loss here is a function of probability ratios (log-prob contract).
     top_p: float = field(1.0, gt=0, le=1)
     top_k: int = field(0, ge=0)  # 0 is off; refused above 0, for the reason of top_p

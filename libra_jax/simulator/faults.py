@@ -22,35 +22,25 @@ from libra_jax.simulator import engine, trainer, training_side, trajectory, worl
 class FaultConfig:
     """Rates of the faults; 0 means never."""
 
-    engine_life_seconds: float = 0.0  # mean seconds of an engine's life (exponential), drawn at each start
-    tool_hang: float = 0.0  # share of tool calls that never return
-    environment_crash: float = 0.0  # share of tool calls in which the environment itself crashes
-    slow_node: float = 0.0  # share of engines' lives that are spent on a slow node
-    slow_factor: float = 3.0  # factor on the time of each step on a slow node
-    late_weights: float = 0.0  # share of weight snapshots that are late
-    late_seconds: float = 60.0  # mean delay of late snapshots (exponential)
-    training_side_life_seconds: float = 0.0  # mean life of a hybrid worker's training side (exponential), at each start
-    training_side_hang: float = 0.0  # share of calls to a hybrid worker's training side that never return
-    training_side_slow: float = 0.0  # share of training shares that take `slow_factor` times as long
-    engine_hang: float = 0.0  # share of a hybrid worker's engine's sleep and wake calls that never return
-    channel_failure: float = 0.0  # share of the trainer's openings and closings of a gradient channel that fail
-
-    def __post_init__(self) -> None:
-        for name in ("engine_life_seconds", "late_seconds", "training_side_life_seconds"):
-            config_lib.check(getattr(self, name) >= 0, f"faults.{name}", "must not be negative")
-        for name in (
-            "tool_hang",
-            "environment_crash",
-            "slow_node",
-            "late_weights",
-            "training_side_hang",
-            "training_side_slow",
-            "engine_hang",
-            "channel_failure",
-        ):
-            value = getattr(self, name)
-            config_lib.check(0 <= value <= 1, f"faults.{name}", f"is a share: it must lie in [0, 1], not {value}")
-        config_lib.check(self.slow_factor >= 1, "faults.slow_factor", f"must be 1 or more, not {self.slow_factor}")
+    # Mean seconds of an engine's life (exponential), drawn at each start.
+    engine_life_seconds: float = config_lib.field(0.0, ge=0)
+    tool_hang: float = config_lib.field(0.0, ge=0, le=1)  # share of tool calls that never return
+    # Share of tool calls in which the environment itself crashes.
+    environment_crash: float = config_lib.field(0.0, ge=0, le=1)
+    slow_node: float = config_lib.field(0.0, ge=0, le=1)  # share of engines' lives that are spent on a slow node
+    slow_factor: float = config_lib.field(3.0, ge=1)  # factor on the time of each step on a slow node
+    late_weights: float = config_lib.field(0.0, ge=0, le=1)  # share of weight snapshots that are late
+    late_seconds: float = config_lib.field(60.0, ge=0)  # mean delay of late snapshots (exponential)
+    # Mean life of a hybrid worker's training side (exponential), at each start.
+    training_side_life_seconds: float = config_lib.field(0.0, ge=0)
+    # Share of calls to a hybrid worker's training side that never return.
+    training_side_hang: float = config_lib.field(0.0, ge=0, le=1)
+    # Share of training shares that take `slow_factor` times as long.
+    training_side_slow: float = config_lib.field(0.0, ge=0, le=1)
+    # Share of a hybrid worker's engine's sleep and wake calls that never return.
+    engine_hang: float = config_lib.field(0.0, ge=0, le=1)
+    # Share of the trainer's openings and closings of a gradient channel that fail.
+    channel_failure: float = config_lib.field(0.0, ge=0, le=1)
 
 
 def parts(config: FaultConfig, seed: int) -> world.Parts:

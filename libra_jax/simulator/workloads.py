@@ -259,21 +259,20 @@ def _split(total: int, count: int, rng: random.Random) -> list[int]:
 class WorkloadConfig:
     """The simulated work."""
 
-    shape: str = "swe"  # swe, search, math, agents (synthetic), or trace
+    shape: str = config_lib.field("swe", choices=(*SHAPES, "trace"))  # swe, search, math, agents (synthetic), or trace
     trace: str = ""  # JSON-lines file to replay; required by, and implies, shape trace
-    variation: float = 1.0  # width of the difference between siblings, relative to the shape's own
-    drift: str = "grow"  # swe, agents: lengths grow to the run's end, or reverse: grow to its middle and shrink again
+    # Width of the difference between siblings, relative to the shape's own.
+    variation: float = config_lib.field(1.0, ge=0)
+    # swe, agents: lengths grow to the run's end, or reverse: grow to its middle and shrink again.
+    drift: str = config_lib.field("grow", choices=DRIFTS)
     shuffle: bool = True  # trace: new order of prompts for each pass; False keeps the file's order
-    passes: int = 1  # trace: times each prompt is replayed, which sets the run's steps; 0 keeps config.steps
-    part: str = "all"  # trace: prompts that are replayed: all, even or odd ones in the order of the file
+    # trace: times each prompt is replayed, which sets the run's steps; 0 keeps config.steps.
+    passes: int = config_lib.field(1, ge=0)
+    # trace: prompts that are replayed: all, even or odd ones in the order of the file.
+    part: str = config_lib.field("all", choices=tuple(traces.PARTS))
     fit_buckets: bool = False  # trace: fits scheduler.max_remaining_tokens to the trace's lengths (`fitted_bounds`)
 
     def __post_init__(self) -> None:
-        config_lib.check_choice(self.shape, (*SHAPES, "trace"), "workload.shape")
-        config_lib.check_choice(self.drift, DRIFTS, "workload.drift")
-        config_lib.check(self.variation >= 0, "workload.variation", f"must not be negative, not {self.variation}")
-        config_lib.check_choice(self.part, tuple(traces.PARTS), "workload.part")
-        config_lib.check(self.passes >= 0, "workload.passes", f"must not be negative, not {self.passes}")
         config_lib.check(
             self.shape != "trace" or bool(self.trace),
             "workload.trace",

@@ -37,36 +37,28 @@ MakeScheduler = Callable[[request_costs.SchedulingCosts, known_lengths.Remaining
 @dataclass
 @config_lib.group("simulation")
 class SimulationConfig:
-    """The simulated cluster; the rest of a run (batches, layout, limits) is a `config_lib.RunConfig`.
+    """The simulated cluster; the rest of a run (batches, layout, limits) is a `config_lib.RunConfig`."""
 
-    Attributes:
-      hardware: name of the sheet of the accelerators that train, and that roll out, unless `rollout.accelerators` names
-        others.
-      model: preset whose shape the costs are computed from.
-      train_devices: accelerators that train.
-      train_mesh: (data, fsdp, tensor) of the accelerators that train, by which a step's time is computed; empty splits
-        the work evenly.
-      slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; one entry is for
-        all instances, and empty takes the slots of `rollout`.
-      coefficients: shares of the sheet's peaks, and fixed times.
-      kv_cache: what happens to contexts that leave an instance's cache, moved ones included: "recompute" prefills them
-        again; "offload" keeps them in host memory, from where any instance fetches them (`offload.py`).
-      scheduler_costs: costs that schedulers expect: "exact" are those of this cluster; "alike" takes every accelerator
-        for `hardware`; "config" are those of `scheduler.costs`, as in a real run.
-      warm_seconds: seconds of the first compilation on a hybrid worker's training side.
-      longest_seconds: virtual seconds after which the run counts as deadlocked.
-    """
-
+    # Name of the sheet of the accelerators that train, and that roll out, unless `rollout.accelerators` names others.
     hardware: str = "a800"
-    model: str = "Qwen3-14B"
-    train_devices: int = 24
+    model: str = "Qwen3-14B"  # preset whose shape the costs are computed from
+    train_devices: int = 24  # accelerators that train
+    # (data, fsdp, tensor) of the accelerators that train, by which a step's time is computed; empty splits the work
+    # evenly.
     train_mesh: tuple[int, ...] = ()
-    slots: tuple[int, ...] = ()
+    # Requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; one entry is for all
+    # instances, and empty takes the slots of `rollout`.
+    slots: tuple[int, ...] = config_lib.field((), gt=0)
+    # Shares of the sheet's peaks, and fixed times.
     coefficients: costs.Coefficients = field(default_factory=costs.Coefficients)
-    kv_cache: str = "recompute"
-    scheduler_costs: str = "exact"
-    warm_seconds: float = 0.0
-    longest_seconds: float = 1e7
+    # What happens to contexts that leave an instance's cache, moved ones included: "recompute" prefills them again;
+    # "offload" keeps them in host memory, from where any instance fetches them (`offload.py`).
+    kv_cache: str = config_lib.field("recompute", choices=("recompute", "offload"))
+    # Costs that schedulers expect: "exact" are those of this cluster; "alike" takes every accelerator for `hardware`;
+    # "config" are those of `scheduler.costs`, as in a real run.
+    scheduler_costs: str = config_lib.field("exact", choices=("exact", "alike", "config"))
+    warm_seconds: float = 0.0  # seconds of the first compilation on a hybrid worker's training side
+    longest_seconds: float = 1e7  # virtual seconds after which the run counts as deadlocked
 
     def __post_init__(self) -> None:
         config_lib.check(
@@ -74,11 +66,6 @@ class SimulationConfig:
             "simulation.train_mesh",
             f"{self.train_mesh} is no (data, fsdp, tensor) of simulation.train_devices = {self.train_devices}",
         )
-        config_lib.check(
-            all(slots > 0 for slots in self.slots), "simulation.slots", f"must be positive, not {self.slots}"
-        )
-        config_lib.check_choice(self.kv_cache, ("recompute", "offload"), "simulation.kv_cache")
-        config_lib.check_choice(self.scheduler_costs, ("exact", "alike", "config"), "simulation.scheduler_costs")
 
     def instance_slots(self, rollout: config_lib.RolloutConfig) -> tuple[int, ...]:
         """Returns the slots of each instance.

@@ -135,7 +135,7 @@ def test_settings_are_listed_with_default_and_meaning():
     assert "--config.trainer.restarts=3\n      Times that a lost trainer is restarted" in shown, (
         "comments above a field"
     )
-    assert "--config.sandbox.memory_mib=512\n      MiB of memory of all processes together" in shown, "Attributes:"
+    assert "--config.sandbox.memory_mib=512\n      MiB of memory of all processes together" in shown, "a base class"
     names = [line for line in shown.splitlines() if line.startswith("--config.")]
     assert len(names) > 150
 

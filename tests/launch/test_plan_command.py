@@ -144,7 +144,10 @@ def test_other_numbers_and_lengths_are_swept_and_few_accelerators_do_more_each()
         (["--hardware=a900"], ["error: --hardware: 'a900' is not one of", "did you mean"]),
         (["--model=Qwen3-15B"], ["error: --model: 'Qwen3-15B' is not one of", "did you mean"]),
         (["--config.rollout.tensor_parallel=()"], ["rollout.tensor_parallel"]),
-        (["--config.simulation.coefficients.network_share=-1"], ["coefficients.network_share: is a share", "not -1"]),
+        (
+            ["--config.simulation.coefficients.network_share=-1"],
+            ["network_share: must lie in (0, 1], not -1"],
+        ),
         (["--config.simulation.coefficients.step_overhead=nan"], ["simulation.coefficients.step_overhead", "nan"]),
         (["--config.simulation.coefficients.chunk_tokens=0"], ["coefficients.chunk_tokens: must be positive"]),
         (["--objective=cheapest"], ["--within: give"]),

@@ -259,5 +259,5 @@ def test_slow_nodes_and_late_weights_make_steps_longer():
 
 
 def test_shares_out_of_range_are_named():
-    with pytest.raises(protocols.ConfigError, match=r"faults.tool_hang: is a share"):
+    with pytest.raises(protocols.ConfigError, match=r"faults.tool_hang: must lie in"):
         faults.FaultConfig(tool_hang=2.0)

@@ -36,81 +36,62 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 @dataclass(unsafe_hash=True)
 @config_lib.group("simulation.coefficients")
 class Coefficients:
-    """Shares of a sheet's peaks that software reaches, and fixed times; each with its source.
+    """Shares of a sheet's peaks that software reaches, and fixed times; each with its source."""
 
-    Attributes:
-      memory_share: share of memory bandwidth while a step reads the weights, on an A100; sheets have factors. 28
-        decode steps of 7 to 70 billion parameters at degrees 1 to 8 (LambdaLabsML/vllm-benchmark, vLLM 0.6.0), fitted
-        together with `layer_overhead`: 0.79 (0.77 to 0.80 by bootstrap).
-      context_share: share of memory bandwidth while attention reads keys and values; gpt-fast (PyTorch blog
-        "Accelerating Generative AI with PyTorch II", 2023) reads 0.69 in all.
-      rollout_flops_share: share of peak FLOP/s in an engine's matrix products. lmdeploy's and TensorRT-LLM's tables of
-        prefill on A100s ask for 0.56 to 0.70 (7 to 180 billion parameters), gpustack's of vLLM, with decoding, 0.54.
-      train_flops_share: model FLOP/s utilisation of training. Llama 3 (arXiv 2407.21783, table 4) reports 0.38 to 0.43,
-        Megatron-LM (arXiv 2104.04473, abstract) 0.52 on A100s.
-      step_overhead: seconds of an engine step besides its kernels: scheduling, input preparation, sampling. This value
-        has no bias over the 33 published steps on A100s (docs/results/machines.md). vLLM's version 1 takes 0.3 to 0.9
-        ms on H100s (pull requests 17866 and 30407), version 0 up to 6 ms more at degree 8 (issue 16300).
-      layer_overhead: seconds that each layer adds to a step at any degree: small kernels, and the start of each matrix
-        product. Fitted with `memory_share`: 55 to 61 microseconds over all degrees.
-      sequence_overhead: seconds that each decoding request adds to a step besides its arithmetic and its context. Up
-        to 239 requests in the runs of `memory_share`: 51 microseconds at degree 1, of which products of large batches
-        are a part, 35 at degree 8; vllm issue 10634: 20.
-      collective_latency: seconds to start a one-shot all-reduce, in which each device reads all others' values. This,
-        and the next four: vLLM's kernels in a CUDA graph on 2, 4 and 8 A100s and H100s, as ai-dynamo/aiconfigurator
-        measured them: 6.9 microseconds for 16 KiB on 8 A100s, 17 for 128 KiB, 22 for 512 KiB, 45 for 2 MiB.
-      one_shot_share: share of the link's bandwidth that it reaches.
-      two_shot_latency: seconds to start a two-shot all-reduce, in which each device reduces its part.
-      two_shot_share: share of the link's bandwidth that it reaches.
-      large_message_latency: seconds to start a ring all-reduce, which replaces both if it is faster (NCCL).
-      large_message_share: share of the link's bandwidth in a ring all-reduce; NCCL's own tests report 0.7 to 0.8.
-      network_share: share of the network's bandwidth in bulk transfers (weights, key-value cache).
-      host_link_share: share of the bandwidth between an accelerator and its host's memory in bulk transfers.
-      host_memory_share: share of the host's memory that keeps contexts.
-      memory_fraction: share of device memory that an engine takes; vLLM's default is 0.9.
-      activation_bytes: bytes of that memory, on each device, kept for activations and graphs.
-      chunk_tokens: prefill tokens that share one engine step (vLLM's max_num_batched_tokens).
-      load_overhead: seconds of putting new weights in place on an engine, besides the transfer (the four verbs).
-      micro_batch_overhead: seconds of each micro-batch on each device, besides its arithmetic: launching its program.
-        An accelerator's queue hides it.
-      train_overhead: further seconds of each training step: packing, and work of the host. An accelerator's queue
-        hides it.
-    """
-
-    memory_share: float = 0.79
-    context_share: float = 0.7
-    rollout_flops_share: float = 0.6
-    train_flops_share: float = 0.4
-    step_overhead: float = 1.5e-3
-    layer_overhead: float = 55e-6
-    sequence_overhead: float = 30e-6
-    collective_latency: float = 5.5e-6
-    one_shot_share: float = 0.28
-    two_shot_latency: float = 12e-6
-    two_shot_share: float = 0.37
-    large_message_latency: float = 40e-6
-    large_message_share: float = 0.7
-    network_share: float = 0.8
-    host_link_share: float = 0.8
-    host_memory_share: float = 0.5
-    memory_fraction: float = 0.9
-    activation_bytes: float = 4e9
-    chunk_tokens: int = 4096
-    load_overhead: float = 0.5
-    micro_batch_overhead: float = 0.0
-    train_overhead: float = 0.0
-
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            name, value = f"simulation.coefficients.{item.name}", getattr(self, item.name)
-            config_lib.check_finite(value, name)
-            if item.name in SHARES:
-                config_lib.check(0 < value <= 1, name, f"is a share of a peak, above 0 and at most 1, not {value}")
-            else:
-                config_lib.check(value >= 0, name, f"must not be negative, not {value}")
-        config_lib.check(
-            self.chunk_tokens > 0, "simulation.coefficients.chunk_tokens", f"must be positive, not {self.chunk_tokens}"
-        )
+    # Share of memory bandwidth while a step reads the weights, on an A100; sheets have factors. 28 decode steps of 7 to
+    # 70 billion parameters at degrees 1 to 8 (LambdaLabsML/vllm-benchmark, vLLM 0.6.0), fitted together with
+    # `layer_overhead`: 0.79 (0.77 to 0.80 by bootstrap).
+    memory_share: float = config_lib.field(0.79, gt=0, le=1)
+    # Share of memory bandwidth while attention reads keys and values; gpt-fast (PyTorch blog "Accelerating Generative
+    # AI with PyTorch II", 2023) reads 0.69 in all.
+    context_share: float = config_lib.field(0.7, gt=0, le=1)
+    # Share of peak FLOP/s in an engine's matrix products. lmdeploy's and TensorRT-LLM's tables of prefill on A100s ask
+    # for 0.56 to 0.70 (7 to 180 billion parameters), gpustack's of vLLM, with decoding, 0.54.
+    rollout_flops_share: float = config_lib.field(0.6, gt=0, le=1)
+    # Model FLOP/s utilisation of training. Llama 3 (arXiv 2407.21783, table 4) reports 0.38 to 0.43, Megatron-LM (arXiv
+    # 2104.04473, abstract) 0.52 on A100s.
+    train_flops_share: float = config_lib.field(0.4, gt=0, le=1)
+    # Seconds of an engine step besides its kernels: scheduling, input preparation, sampling. This value has no bias
+    # over the 33 published steps on A100s (docs/results/machines.md). vLLM's version 1 takes 0.3 to 0.9 ms on H100s
+    # (pull requests 17866 and 30407), version 0 up to 6 ms more at degree 8 (issue 16300).
+    step_overhead: float = config_lib.field(1.5e-3, ge=0)
+    # Seconds that each layer adds to a step at any degree: small kernels, and the start of each matrix product. Fitted
+    # with `memory_share`: 55 to 61 microseconds over all degrees.
+    layer_overhead: float = config_lib.field(55e-6, ge=0)
+    # Seconds that each decoding request adds to a step besides its arithmetic and its context. Up to 239 requests in
+    # the runs of `memory_share`: 51 microseconds at degree 1, of which products of large batches are a part, 35 at
+    # degree 8; vllm issue 10634: 20.
+    sequence_overhead: float = config_lib.field(30e-6, ge=0)
+    # Seconds to start a one-shot all-reduce, in which each device reads all others' values. This, and the next four:
+    # vLLM's kernels in a CUDA graph on 2, 4 and 8 A100s and H100s, as ai-dynamo/aiconfigurator measured them: 6.9
+    # microseconds for 16 KiB on 8 A100s, 17 for 128 KiB, 22 for 512 KiB, 45 for 2 MiB.
+    collective_latency: float = config_lib.field(5.5e-6, ge=0)
+    one_shot_share: float = config_lib.field(0.28, gt=0, le=1)  # share of the link's bandwidth that it reaches
+    # Seconds to start a two-shot all-reduce, in which each device reduces its part.
+    two_shot_latency: float = config_lib.field(12e-6, ge=0)
+    two_shot_share: float = config_lib.field(0.37, gt=0, le=1)  # share of the link's bandwidth that it reaches
+    # Seconds to start a ring all-reduce, which replaces both if it is faster (NCCL).
+    large_message_latency: float = config_lib.field(40e-6, ge=0)
+    # Share of the link's bandwidth in a ring all-reduce; NCCL's own tests report 0.7 to 0.8.
+    large_message_share: float = config_lib.field(0.7, gt=0, le=1)
+    # Share of the network's bandwidth in bulk transfers (weights, key-value cache).
+    network_share: float = config_lib.field(0.8, gt=0, le=1)
+    # Share of the bandwidth between an accelerator and its host's memory in bulk transfers.
+    host_link_share: float = config_lib.field(0.8, gt=0, le=1)
+    host_memory_share: float = config_lib.field(0.5, gt=0, le=1)  # share of the host's memory that keeps contexts
+    # Share of device memory that an engine takes; vLLM's default is 0.9.
+    memory_fraction: float = config_lib.field(0.9, gt=0, le=1)
+    # Bytes of that memory, on each device, kept for activations and graphs.
+    activation_bytes: float = config_lib.field(4e9, ge=0)
+    # Prefill tokens that share one engine step (vLLM's max_num_batched_tokens).
+    chunk_tokens: int = config_lib.field(4096, gt=0)
+    # Seconds of putting new weights in place on an engine, besides the transfer (the four verbs).
+    load_overhead: float = config_lib.field(0.5, ge=0)
+    # Seconds of each micro-batch on each device, besides its arithmetic: launching its program. An accelerator's queue
+    # hides it.
+    micro_batch_overhead: float = config_lib.field(0.0, ge=0)
+    # Further seconds of each training step: packing, and work of the host. An accelerator's queue hides it.
+    train_overhead: float = config_lib.field(0.0, ge=0)
 
 
 SHARES = tuple(item.name for item in dataclasses.fields(Coefficients) if item.name.endswith(("share", "fraction")))
