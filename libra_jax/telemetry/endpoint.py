@@ -19,7 +19,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import hmac
-import io
 import ipaddress
 import json
 import os
@@ -42,7 +41,7 @@ from libra_jax import protocols
 from libra_jax.telemetry import escapes, screen, status
 
 IDLE_SECONDS = 10.0
-"""Seconds that a reader has to send its whole request."""
+"""Seconds that a reader has to send its whole request and to take the answer."""
 
 MOST_CONNECTIONS = 32
 """Largest number of open connections. One more closes the oldest, so that silent connections keep no reader out."""
@@ -204,25 +203,31 @@ class _Server(exposition.ThreadingWSGIServer):
     request_queue_size = 2 * MOST_CONNECTIONS
 
     def __init__(self, *arguments: Any) -> None:
-        self._connections: dict[socket.socket, None] = {}
+        self._deadlines: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers on a thread, and closes the oldest connection if there are too many."""
+        """Answers on a thread."""
         with self._lock:
-            self._connections[request] = None
-            surplus = list(self._connections)[:-MOST_CONNECTIONS]
-            for oldest in surplus:
-                del self._connections[oldest]
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end of the stream and closes the connection
+            self._deadlines[request] = time.monotonic() + IDLE_SECONDS
         super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Ends connections at their deadlines, and the oldest if there are too many. Runs after each request, too."""
+        with self._lock:
+            surplus = len(self._deadlines) - MOST_CONNECTIONS
+            for place, (connection, deadline) in enumerate(list(self._deadlines.items())):
+                # Of the whole request: the standard library's limit restarts with each byte.
+                if place < surplus or deadline < time.monotonic():
+                    del self._deadlines[connection]
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)  # its thread sees the end of the stream and closes it
 
     def shutdown_request(self, request: Any) -> None:
         """Forgets the connection and closes it."""
         with self._lock:
-            self._connections.pop(request, None)
+            self._deadlines.pop(request, None)
         super().shutdown_request(request)
 
     def server_bind(self) -> None:
@@ -235,32 +240,6 @@ class _Server(exposition.ThreadingWSGIServer):
         """Prints nothing, because a reader that goes away is not an error."""
 
 
-class _Hasty(io.RawIOBase):
-    """Reads from a connection until a fixed deadline, even if data keeps arriving.
-
-    Args:
-      connection: Connection to read from. Its timeout is changed.
-      seconds: Seconds until the deadline.
-    """
-
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self._connection = connection
-        self._deadline = time.monotonic() + seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._connection.settimeout(max(1e-3, self._deadline - time.monotonic()))
-        return self._connection.recv_into(buffer)
-
-
 class _Quiet(simple_server.WSGIRequestHandler):
-    def setup(self) -> None:
-        """Limits the time of the whole request. The standard library's limit restarts with each byte."""
-        super().setup()
-        self.rfile.close()
-        self.rfile = io.BufferedReader(_Hasty(self.connection, IDLE_SECONDS))
-
     def log_message(self, format: str, *arguments: Any) -> None:
         """Prints nothing, because requests do not belong on the run's console."""
