@@ -29,7 +29,7 @@ from rich import console, table
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.build import wiring
+from libra_jax.cluster import resolved_run
 from libra_jax.models.hf import hub
 from libra_jax.planning.costs import calibration, costs, hardware, profiles
 from libra_jax.planning.forecast import meshes, serving
@@ -194,7 +194,7 @@ def _read(folder: Path) -> Run:
             f"{folder}: plans are calibrated by runs with coordinator.max_staleness=0 and one rollout instance, and "
             f"this one has {config.coordinator.max_staleness} and {len(config.rollout.tensor_parallel)}"
         )
-    shape = wiring.policy_shape(hub.with_model(config), need_weights=True)
+    shape = resolved_run.resolve(hub.with_model(config), need_weights=True).policy
     model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")
     wrong = ("cuda", "tpu") if config.planner.hardware == hardware.THIS_MACHINE else ("cpu",)
     if config.trainer.platform in wrong:

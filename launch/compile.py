@@ -33,7 +33,8 @@ from rich import console, table
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.build import fitting, wiring
+from libra_jax.build import fitting
+from libra_jax.cluster import resolved_run
 from libra_jax.models import communication_bounds
 from libra_jax.models import config as model_config
 from libra_jax.planning.compiled import programs
@@ -54,7 +55,7 @@ def main() -> None:
     config: config_lib.RunConfig = _CONFIG.value
     # The planner's own formulas are compared with what is compiled.
     config = dataclasses.replace(config, planner=dataclasses.replace(config.planner, compiled=""))
-    shape = wiring.known_shape(config)
+    shape = resolved_run.resolve(config, need_weights=False).shape
     if shape is None:
         raise protocols.ConfigError(
             f"config.model.path: {config.model.path} does not exist here; set model.preset to the shape to compile"

@@ -63,7 +63,7 @@ def main() -> None:
         except protocols.LibraError as error:
             print(f"Partitions were not checked: {error}", file=sys.stderr)
     script = slurm_job.script(
-        run.config,
+        run.resolved,
         _settings(run),
         arguments=run.arguments,
         folder=Path.cwd(),

@@ -25,7 +25,7 @@ from ml_collections import config_flags
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.build import api, changes, dry_run, huge_pages, observing, preflight, wiring, workdirs
+from libra_jax.build import api, changes, dry_run, huge_pages, observing, preflight, workdirs
 from libra_jax.coordinator import stopping
 from libra_jax.models.hf import hub
 from libra_jax.rewards import trial
@@ -66,12 +66,12 @@ def main() -> int:
     huge_pages.restart(found.config)
     for note in found.notes:
         print(f"{note[0].upper()}{note[1:]}.")
-    preflight.validate(found.config, need_weights=True)
+    checked = preflight.validate(found.config, need_weights=True)
     dry_run.try_rewards(found.config)
-    preflight.warn(found.config)
+    preflight.warn(checked)
     run = api.start(
         config,
-        found.config,
+        checked,
         workdir=_WORKDIR.value,
         take_over=_TAKE_OVER.value,
         allow_changes=changes.allowed_names(_ALLOW_CHANGES.value),
@@ -91,7 +91,7 @@ def _describe(named: config_lib.RunConfig, found: hub.Found) -> None:
       ConfigError: a setting is wrong, or the workdir belongs to another config or a living run.
       DataError: it cannot run here, because weights, a tokenizer or tasks are missing, or a reward function fails.
     """
-    preflight.validate(found.config, need_weights=False)
+    run = preflight.validate(found.config, need_weights=False)
     workdir = workdirs.foreseen(
         named,
         _WORKDIR.value,
@@ -106,18 +106,18 @@ def _describe(named: config_lib.RunConfig, found: hub.Found) -> None:
         played = rehearsal.play(found.config, example.task, example.transcript.answer)
     if played.problem:
         (failing if played.certain else doubtful).append(played.problem)
-    missing = [*found.problems, *preflight.missing(found.config, found.fields)]
-    missing += [*preflight.missing_disk(found.config, Path(_WORKDIR.value or workdirs.default(named))), *failing]
+    missing = [*found.problems, *preflight.missing(run, found.fields)]
+    missing += [*preflight.missing_disk(run, Path(_WORKDIR.value or workdirs.default(named))), *failing]
     posed = None if example is None or played.problem else rehearsal.pose(found.config, example.task)
-    said = f"{dry_run.describe(found.config, found.notes, scored, posed, played.reward)}\nworkdir     {workdir}"
+    said = f"{dry_run.describe(run, found.notes, scored, posed, played.reward)}\nworkdir     {workdir}"
     if not missing:  # they would hide what is missing
         said = f"{dry_run.settings(named)}\n{said}"
     print(escapes.visible(said, lines=True), flush=True)  # it quotes a task, which may be anybody's
-    preflight.warn(found.config)  # last, where a reader looks
+    preflight.warn(run)  # last, where a reader looks
     for sentence in doubtful:
         print(f"warning: {escapes.visible(sentence)}.", file=sys.stderr)
     if missing:
-        known = wiring.known_shape(found.config) is not None
+        known = run.shape is not None
         checked = "All else" if known else "What does not depend on the model's shape"
         own = not found.config.task.environment.startswith(resolving.SHIPPED)
         if example is None and (own or found.config.reward.functions):

@@ -26,7 +26,8 @@ import numpy as np
 from benchmarks import workload
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.build import cpu_rows, huge_pages, wiring
+from libra_jax.build import cpu_rows, huge_pages
+from libra_jax.cluster import resolved_run
 from libra_jax.models import config as models_config
 from libra_jax.training import trainer
 
@@ -125,7 +126,7 @@ def config(batch: Batch) -> config_lib.RunConfig:
         rollout=config_lib.RolloutConfig(max_context=length, max_tokens=max(batch.completions)),
         trainer=batch.trainer,
     )
-    return cpu_rows.sized(made, wiring.policy_shape(made, need_weights=False))
+    return cpu_rows.sized(resolved_run.resolve(made, need_weights=False)).config
 
 
 def _ours(batch: Batch) -> float:

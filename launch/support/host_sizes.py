@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from libra_jax import config as config_lib
-from libra_jax.cluster import hosts, placement
+from libra_jax.cluster import resolved_run
 from libra_jax.models import config as model_config
 from libra_jax.planning.costs import costs, memory
 
@@ -40,14 +39,11 @@ class HostSize:
     memory_mib: int
 
 
-def unlikely(config: config_lib.RunConfig) -> str:
+def unlikely(run: resolved_run.ResolvedRun) -> str:
     """Returns what looks wrong with the accelerators of the hosts, as a sentence. Empty if nothing does."""
-    layout, each, field = (
-        hosts.layout(config),
-        config.cluster.accelerators_per_host,
-        "config.cluster.accelerators_per_host",
-    )
-    total = placement.partition(config).total
+    config, layout, field = run.config, run.layout, "config.cluster.accelerators_per_host"
+    each = config.cluster.accelerators_per_host
+    total = run.partition.total
     if layout is None:
         if config.trainer.platform == "cpu" or total <= USUAL_ACCELERATORS:
             return ""
@@ -62,15 +58,10 @@ def unlikely(config: config_lib.RunConfig) -> str:
     )
 
 
-def estimate(config: config_lib.RunConfig, shape: model_config.TransformerConfig | None) -> HostSize:
-    """Returns what the largest host of a run needs.
-
-    Args:
-      config: the run's configuration.
-      shape: shape of its model; None if it is not known here.
-    """
-    layout, trainer = hosts.layout(config), config.trainer
-    on_host = [host.accelerators for host in layout.hosts] if layout else [placement.partition(config).total]
+def estimate(run: resolved_run.ResolvedRun) -> HostSize:
+    """Returns what the largest host of a run needs."""
+    config, shape, layout, trainer = run.config, run.shape, run.layout, run.config.trainer
+    on_host = [host.accelerators for host in layout.hosts] if layout else [run.partition.total]
     on_cpu = trainer.platform == "cpu"
     cpus = max(on_host) if on_cpu else 1 + CPUS_PER_ACCELERATOR * max(on_host)
     if shape is None:

@@ -20,7 +20,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from libra_jax import config as config_lib
-from libra_jax.build import changes, preflight, wiring
+from libra_jax.build import changes, preflight
+from libra_jax.cluster import resolved_run
 from libra_jax.models.hf import hub
 from libra_jax.protocols import ConfigError, DataError
 
@@ -62,13 +63,14 @@ class Run:
     allow_changes: tuple[str, ...] = ()
 
     @functools.cached_property
-    def _with_model(self) -> config_lib.RunConfig:
-        """The config; if it names its model by a Hugging Face id, with the folder of the config.json in the hub."""
+    def resolved(self) -> resolved_run.ResolvedRun:
+        """The run; if it names its model by a Hugging Face id, with the folder of the config.json in the hub."""
+        config = self.config
         try:
-            return hub.with_model(self.config)
+            config = hub.with_model(config)
         except DataError as error:
             print(f"note: {error}; what depends on the model's shape was not checked.", file=sys.stderr)
-            return self.config
+        return resolved_run.resolve(config, need_weights=False)
 
     def validate(self) -> None:
         """Checks the config as far as this machine can. The hosts may have a model that is missing here.
@@ -76,7 +78,7 @@ class Run:
         Raises:
           LibraError: one sentence that names the field or file.
         """
-        preflight.validate(self._with_model, need_weights=False)
+        preflight.validate(self.resolved.config, need_weights=False)
 
     def host_size(self) -> host_sizes.HostSize:
         """Estimates what each host needs. Prints a line if accelerators would stay idle, or the memory is a guess.
@@ -84,12 +86,11 @@ class Run:
         Raises:
           LibraError: the model's config.json cannot be read.
         """
-        if unlikely := host_sizes.unlikely(self.config):
+        if unlikely := host_sizes.unlikely(self.resolved):
             print(f"warning: {unlikely}.", file=sys.stderr)
-        shape = wiring.known_shape(self._with_model)
-        if shape is None and not flags.FLAGS["memory"].value:
+        if self.resolved.shape is None and not flags.FLAGS["memory"].value:
             print("note: without the model's shape, the memory of a host is a guess; give --memory.", file=sys.stderr)
-        return host_sizes.estimate(self.config, shape)
+        return host_sizes.estimate(self.resolved)
 
 
 def grace() -> flags.FlagHolder[int]:

@@ -13,8 +13,7 @@ from typing import Any
 
 from support import host_sizes, job_flags, rendering
 
-from libra_jax import config as config_lib
-from libra_jax.cluster import hosts, placement
+from libra_jax.cluster import resolved_run
 from libra_jax.protocols import ConfigError
 
 EXPORTED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
@@ -90,7 +89,7 @@ class HostGroup:
 
 
 def script(
-    config: config_lib.RunConfig,
+    run: resolved_run.ResolvedRun,
     settings: Settings,
     *,
     arguments: Sequence[str],
@@ -104,7 +103,7 @@ def script(
     """Returns the job's script.
 
     Args:
-      config: the run's configuration, whose cluster is the job's Ray.
+      run: the run, whose cluster is the job's Ray.
       settings: the launcher's flags.
       arguments: arguments of launch/train.py, without the workdir.
       folder: folder that the job is submitted from.
@@ -117,20 +116,20 @@ def script(
     Raises:
       ConfigError: a setting is wrong, or conflicts with another setting or the config; the sentence names the flag.
     """
-    _check(config, settings)
+    _check(run, settings)
     advice = "give --environment={name} alone, and it comes from the environment that you submit from"
     environment, names = job_flags.variables(settings.environment, advice)
     for name in names:
         if name not in known:
             raise ConfigError(f"--environment={name}: is not set where you submit from; set it, or give {name}=VALUE")
     mounts = [f"--container-mounts={settings.container_mounts}"] if settings.container_mounts else []
-    groups = host_groups(config, settings)
+    groups = host_groups(run, settings)
     for group in groups if partitions else ():
         _check_partition(group, partitions or {})
     parts = [(group, group.options(settings, amounts(settings, size, partitions, group.partition))) for group in groups]
     return rendering.shell(
         "slurm.sbatch",
-        name=config.name,
+        name=run.config.name,
         settings=settings,
         parts=parts,
         hosts=sum(group.hosts for group in groups),
@@ -144,12 +143,12 @@ def script(
     )
 
 
-def host_groups(config: config_lib.RunConfig, settings: Settings) -> list[HostGroup]:
+def host_groups(run: resolved_run.ResolvedRun, settings: Settings) -> list[HostGroup]:
     """Returns the hosts by partition. Training hosts come first, because the driver runs on the first host."""
-    layout = hosts.layout(config)
-    on_gpus = config.trainer.platform == "cuda"
+    layout = run.layout
+    on_gpus = run.config.trainer.platform == "cuda"
     if layout is None:
-        gpus = placement.partition(config).total if on_gpus else 0
+        gpus = run.partition.total if on_gpus else 0
         return [HostGroup(settings.partition, 1, gpus, "one host trains and rolls out")]
     divided = [(settings.partition, layout.hosts)]
     if settings.train_partition:
@@ -194,7 +193,8 @@ def amounts(
     }
 
 
-def _check(config: config_lib.RunConfig, settings: Settings) -> None:
+def _check(run: resolved_run.ResolvedRun, settings: Settings) -> None:
+    config = run.config
     if config.trainer.platform == "tpu":
         raise ConfigError("config.trainer.platform: tpu is for launch/tpu.py; Slurm's hosts have GPUs or none")
     if settings.time and seconds(settings.time) <= settings.grace:
@@ -212,7 +212,7 @@ def _check(config: config_lib.RunConfig, settings: Settings) -> None:
         for flag, value in (("partition", settings.partition), ("nodelist", settings.nodelist)):
             if value:
                 raise ConfigError(f"--{flag}={value}: does not go with --train_partition and --rollout_partition")
-        if hosts.layout(config) is None:
+        if run.layout is None:
             raise ConfigError(
                 "config.cluster.accelerators_per_host: is 0, which puts the whole run on one host; two partitions need "
                 "to know how many accelerators a host has"

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import dry_run, objects, planned, preflight, wiring, workdirs
+from libra_jax.cluster import resolved_run
 from libra_jax.coordinator import checkpoint_store, evaluation, stopping
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models.hf import hub
@@ -114,7 +115,7 @@ class _Plain(contextlib.ContextDecorator):
 
 async def start(
     named: config_lib.RunConfig,
-    config: config_lib.RunConfig,
+    run: resolved_run.ResolvedRun,
     *,
     workdir: str | None = None,
     take_over: bool = False,
@@ -126,13 +127,14 @@ async def start(
 
     Args:
       named: config as given; the workdir keeps it.
-      config: the same config with paths in place of Hugging Face ids (`hub.resolved`).
+      run: the same run with paths in place of Hugging Face ids (`hub.resolved`), checked.
       workdir: directory of the run; None means the config's own.
       take_over: end a run that lives in the workdir.
       allow_changes: settings that may differ from the run's first start (`changes.allowed_names`).
       on_workdir: called with the workdir.
       at_signal: called at once on SIGINT and SIGTERM.
     """
+    config = run.config
     # An environment that cannot be made is reported before anything is written.
     async with (
         toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools,
@@ -142,7 +144,7 @@ async def start(
             folder = workdirs.open_workdir(named, workdir, take_over=take_over, allow_changes=allow_changes)
             on_workdir(folder)
             return await wiring.train(
-                config,
+                run,
                 folder,
                 tools,
                 demonstrator,
@@ -169,10 +171,10 @@ async def train_async(
         resolution = hub.resolved(named, download=True)
         if resolution.problems:
             raise protocols.DataError("; ".join(resolution.problems))
-        preflight.validate(resolution.config, need_weights=True)
+        run = preflight.validate(resolution.config, need_weights=True)
         # On a thread, because a caller's event loop goes on meanwhile.
         await deadlines.off_loop(dry_run.try_rewards, resolution.config)
-        preflight.warn(resolution.config)
+        preflight.warn(run)
         folders: list[Path] = []
 
         def note(folder: Path) -> None:
@@ -180,9 +182,7 @@ async def train_async(
             on_workdir(folder)
 
         place = None if workdir is None else str(workdir)
-        summary = await start(
-            named, resolution.config, workdir=place, allow_changes=tuple(allow_changes), on_workdir=note
-        )
+        summary = await start(named, run, workdir=place, allow_changes=tuple(allow_changes), on_workdir=note)
         return Trained(folders[0], folders[0] / "model", summary)
 
 
@@ -244,12 +244,13 @@ async def score(
       config: configuration with names in place of objects; nothing but its evaluation takes place.
       checkpoint: checkpoint whose weights are evaluated; None evaluates those of `config.model`.
     """
-    config = _without_training(config)
+    run = _without_training(config)
+    config = run.config
     await deadlines.off_loop(dry_run.try_rewards, config)
     # Removed only after success: the error of a lost worker names its log in there.
     folder = Path(tempfile.mkdtemp(prefix="libra-evaluate-"))
     async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
-        result = await wiring.evaluate(config, folder, tools, _trainer_part(checkpoint))
+        result = await wiring.evaluate(run, folder, tools, _trainer_part(checkpoint))
     shutil.rmtree(folder, ignore_errors=True)
     return result
 
@@ -272,15 +273,16 @@ async def serve(
     # The machine that serves need not have what the run trained on.
     task = config_lib.TaskConfig(tokenizer=config.task.tokenizer)
     bare = dataclasses.replace(config, task=task, tools=config_lib.ToolsConfig(), reward=config_lib.RewardConfig())
-    config = _without_training(bare)
+    run = _without_training(bare)
+    config = run.config
     folder = Path(tempfile.mkdtemp(prefix="libra-serve-"))
     async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
-        await wiring.serve(config, folder, tools, checkpoint=_trainer_part(checkpoint), secret=secret, ready=ready)
+        await wiring.serve(run, folder, tools, checkpoint=_trainer_part(checkpoint), secret=secret, ready=ready)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _without_training(config: config_lib.RunConfig) -> config_lib.RunConfig:
-    """Returns a checked config of the same policy and engines with local paths. No hybrid worker or plan takes part."""
+def _without_training(config: config_lib.RunConfig) -> resolved_run.ResolvedRun:
+    """Returns a checked run of the same policy and engines with local paths. No hybrid worker or plan takes part."""
     config = dataclasses.replace(
         config,
         elastic=config_lib.ElasticConfig(),
@@ -291,8 +293,7 @@ def _without_training(config: config_lib.RunConfig) -> config_lib.RunConfig:
     located = hub.resolved(config, download=True)
     if located.problems:
         raise protocols.DataError("; ".join(located.problems))
-    preflight.validate(located.config, need_weights=True)
-    return located.config
+    return preflight.validate(located.config, need_weights=True)
 
 
 def tell_skipped(newest: checkpoint_store.Found) -> None:

@@ -11,8 +11,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from libra_jax import config as config_lib
-from libra_jax.models import config as model_config
+from libra_jax.cluster import resolved_run
 from libra_jax.planning.forecast import meshes
 
 LEAST_TOKENS = 2048
@@ -23,29 +22,27 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def sized(
-    config: config_lib.RunConfig, shape: model_config.TransformerConfig, caches: Path = _CACHES
-) -> config_lib.RunConfig:
-    """Returns the config with the number of rows in place of 0. All workers of a run must get the same number.
+def sized(run: resolved_run.ResolvedRun, caches: Path = _CACHES) -> resolved_run.ResolvedRun:
+    """Returns the run with the number of rows in place of 0. All workers of a run must get the same number.
 
     Args:
-      config: configuration of the run.
-      shape: the policy's shape.
+      run: the run, whose shape is known.
       caches: folder in which the kernel describes the caches of a core.
     """
-    trainer = config.trainer
+    config, trainer = run.config, run.config.trainer
     if trainer.rows_per_micro_batch:
-        return config
+        return run
     rows, cache = trainer.micro_batch_rows, _largest(caches)
     if trainer.platform == "cpu" and cache:
         shards = trainer.data * trainer.fsdp
         # `LAYER_ACTIVATIONS` counts bfloat16.
         width = 2 if config.model.compute_dtype == "float32" else 1
-        layers = shape.num_layers * meshes.LAYER_ACTIVATIONS[config.model.remat] + meshes.LAYER_ACTIVATIONS["none"]
-        fitting = cache / (shards * width * layers * shape.hidden_size)
+        layers = run.policy.num_layers * meshes.LAYER_ACTIVATIONS[config.model.remat] + meshes.LAYER_ACTIVATIONS["none"]
+        fitting = cache / (shards * width * layers * run.policy.hidden_size)
         min_rows, max_rows = LEAST_TOKENS / trainer.row_tokens, fitting / trainer.row_tokens
         rows = shards * 2 ** max(0, math.ceil(math.log2(min_rows)), math.floor(math.log2(max_rows)))
-    return dataclasses.replace(config, trainer=dataclasses.replace(trainer, rows_per_micro_batch=rows))
+    trainer = dataclasses.replace(trainer, rows_per_micro_batch=rows)
+    return dataclasses.replace(run, config=dataclasses.replace(config, trainer=trainer))
 
 
 def _largest(caches: Path) -> int:

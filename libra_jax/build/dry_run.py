@@ -13,7 +13,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import wiring
 from libra_jax.chat import tokenizers
-from libra_jax.cluster import hosts, placement
+from libra_jax.cluster import placement, resolved_run
 from libra_jax.config import listing
 from libra_jax.environments import datasets
 from libra_jax.models import config as model_config
@@ -39,7 +39,7 @@ def settings(config: config_lib.RunConfig) -> str:
 
 
 def describe(
-    config: config_lib.RunConfig,
+    run: resolved_run.ResolvedRun,
     notes: Sequence[str] = (),
     reward_results: Sequence[trial.Scored] = (),
     posed: rehearsal.Posed | None = None,
@@ -48,14 +48,14 @@ def describe(
     """Returns the policy, the tasks, the reward, the objective, the device mesh, the partition and the memory.
 
     Args:
-      config: the run's configuration.
+      run: the run.
       notes: sentences about the replacements of Hugging Face ids.
       reward_results: what the reward functions made of `example`.
       posed: the first task as the environment poses it; None if it is not known.
       earned: reward of the user's environment for the first task with its own answer; None if it is not known.
     """
-    shape = wiring.known_shape(config)
-    parts, size = placement.partition(config), machine.bytes_text
+    config, shape = run.config, run.shape
+    parts, size = run.partition, machine.bytes_text
     trainer, reward = config.trainer, config.reward
     terms = [(reward.environment_weight, "the environment's own")] if reward.environment_weight else []
     terms += [
@@ -94,7 +94,7 @@ def describe(
     arguments = ", ".join(f"{name}={value}" for name, value in config.rollout.engine_arguments.items())
     lines += [f"  engine    {config.rollout.engine} with {arguments}"] if arguments else []
     lines.append(f"memory      {memory.verdict(config, shape) if shape else 'not known without the model'}")
-    lines += _hosts(config)
+    lines += _hosts(run)
     lines += _elastic(config)
     batch = config.coordinator.groups_per_step * config.coordinator.group_size
     lines.append(
@@ -166,9 +166,9 @@ def _learning(config: config_lib.RunConfig) -> list[str]:
     ]
 
 
-def _hosts(config: config_lib.RunConfig) -> list[str]:
+def _hosts(run: resolved_run.ResolvedRun) -> list[str]:
     """Lists the processes of each host if the run is laid out over several hosts."""
-    layout = hosts.layout(config)
+    config, layout = run.config, run.layout
     if layout is None:
         return []
     lines = [f"hosts       {len(layout.hosts)}, of {config.cluster.accelerators_per_host} accelerators each"]

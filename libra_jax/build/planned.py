@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.build import wiring
+from libra_jax.cluster import resolved_run
 from libra_jax.models import config as model_config
 from libra_jax.models.hf import hub
 from libra_jax.planning.costs import costs, hardware
@@ -401,7 +401,7 @@ def _of_run(values: Mapping[str, Any], request: PlanRequest) -> Case:
             f"--config.model.preset: model.path={path} counts; leave out one of the two, or name a preset with --model"
         )
     try:  # a plan needs only the config.json; a plan for another model would be useless
-        shape = wiring.policy_shape(hub.with_model(run), need_weights=bool(path))
+        shape = resolved_run.resolve(hub.with_model(run), need_weights=bool(path)).policy
     except protocols.DataError as error:
         sentence = str(error).removeprefix("config.model.path: ").rstrip(".")
         raise protocols.DataError(

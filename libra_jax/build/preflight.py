@@ -14,7 +14,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import chat_formats, wiring
 from libra_jax.chat import tokenizers
-from libra_jax.cluster import hosts, placement
+from libra_jax.cluster import resolved_run
 from libra_jax.config import advice
 from libra_jax.coordinator import budgets, filters, prompts
 from libra_jax.data import segments
@@ -37,8 +37,8 @@ CPU_EXPERT_COLUMNS = 32
 """vLLM 0.32 pads other widths of experts on CPU, and cannot load into padded ones (CPUUnquantizedExperts)."""
 
 
-def validate(config: config_lib.RunConfig, *, need_weights: bool) -> None:
-    """Checks everything that can be checked before any worker starts.
+def validate(config: config_lib.RunConfig, *, need_weights: bool) -> resolved_run.ResolvedRun:
+    """Checks everything that can be checked before any worker starts, and returns the run.
 
     Without `need_weights`, checks that depend on a model's shape are skipped if the shape is not known here.
 
@@ -51,15 +51,16 @@ def validate(config: config_lib.RunConfig, *, need_weights: bool) -> None:
             f"config.algorithm.teacher: {teacher}: no such model directory; give that of a Hugging Face model, or the "
             "URL of a server: http://host:port/v1"
         )
-    shape = wiring.policy_shape(config, need_weights=True) if need_weights else wiring.known_shape(config)
+    run = resolved_run.resolve(config, need_weights=need_weights)
+    shape = run.shape
     logprob_contract.check(config.rollout, config.algorithm)
     if config.cluster.backend == "inprocess":  # with other backends, the cores are another host's
         config_lib.check_cores(config.trainer.cores, "trainer.cores")
         config_lib.check_cores(config.rollout.cores, "rollout.cores")
     if shape is not None:
         _check_shape(config, shape)
-    _check_placement(config, here=need_weights)
-    _check_elastic(config)
+    _check_placement(run, here=need_weights)
+    _check_elastic(run)
     if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
         raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
     try:
@@ -75,7 +76,7 @@ def validate(config: config_lib.RunConfig, *, need_weights: bool) -> None:
         factories.demonstrated_tasks(config, source)
     wiring.scheduler(config)
     if shape is not None:
-        wiring.global_planner(config, shape)
+        wiring.global_planner(run)
     tools = toolkit.Toolkit(config.tools, config.sandbox)
     factories.environment_factory(config.task, tools)
     for name, function in config.reward.parsed().items():
@@ -86,7 +87,7 @@ def validate(config: config_lib.RunConfig, *, need_weights: bool) -> None:
         teachers.check(config.algorithm)
     _check_functions(config)
     if shape is None:
-        return
+        return run
     size = tokenizers.CharacterTokenizer.vocab_size
     # A model with a larger vocabulary could sample tokens without a character.
     if config.task.tokenizer == "character" and shape.vocab_size != size:
@@ -94,15 +95,14 @@ def validate(config: config_lib.RunConfig, *, need_weights: bool) -> None:
             f"config.task.tokenizer: 'character' has {size} tokens and the model's vocabulary {shape.vocab_size}; give "
             "--config.task.tokenizer= (empty: the model's own) or a Hugging Face directory"
         )
-    if not need_weights:
-        return
-    _check_tokenizer(config, tools, shape)
+    if need_weights:
+        _check_tokenizer(run, tools)
+    return run
 
 
-def _check_tokenizer(
-    config: config_lib.RunConfig, tools: toolkit.Toolkit, shape: model_config.TransformerConfig | None
-) -> None:
+def _check_tokenizer(run: resolved_run.ResolvedRun, tools: toolkit.Toolkit) -> None:
     """Checks the chat template, the vocabulary and the parsers of the policy's tokenizer."""
+    config, shape = run.config, run.shape
     tokenizer = chat_formats.policy_tokenizer(config, tools)
     if shape is not None and tokenizer.vocab_size > shape.vocab_size:
         raise protocols.ConfigError(
@@ -113,15 +113,15 @@ def _check_tokenizer(
         chat_formats.make(tokenizer, config.gateway)  # its parsers are vLLM's to name
 
 
-def warn(config: config_lib.RunConfig) -> None:
+def warn(run: resolved_run.ResolvedRun) -> None:
     """Prints a line on stderr for each warning from `advice`.
 
     Raises:
       LibraError: the model's config.json cannot be read.
     """
+    config, shape = run.config, run.shape
     platform = config.trainer.platform
     accelerated = platform in ("cuda", "tpu") or (platform == "auto" and gpus_found() > 0)
-    shape = wiring.known_shape(config)
     parameters = model_config.parameter_count(shape) if shape is not None else 0  # 0: no warning about the size
     alone = not config.cluster.address and not config.cluster.accelerators_per_host
     cores = len(os.sched_getaffinity(0)) if alone else 0
@@ -212,15 +212,15 @@ def _check_shape(config: config_lib.RunConfig, shape: model_config.TransformerCo
         )
 
 
-def missing(config: config_lib.RunConfig, later: frozenset[str] = frozenset()) -> list[str]:
+def missing(run: resolved_run.ResolvedRun, later: frozenset[str] = frozenset()) -> list[str]:
     """Lists what a run of this config lacks on this machine, one sentence each: weights, an adapter to start from,
     tokenizer files, tasks, a teacher's key, files of tools.
 
     Args:
-      config: configuration of the run.
+      run: the run.
       later: fields whose files the run itself will fetch.
     """
-    problems = []
+    config, problems = run.config, list[str]()
     path, tokenizer = Path(config.model.path), config.task.tokenizer
     if config.model.path and "model.path" not in later:
         if not path.is_dir():
@@ -233,7 +233,7 @@ def missing(config: config_lib.RunConfig, later: frozenset[str] = frozenset()) -
             except protocols.DataError as error:
                 problems.append(f"config.model.path: {error}".rstrip("."))
     if config.model.lora.path:
-        problems += _missing_adapter(config)
+        problems += _missing_adapter(run)
     folder = Path(tokenizer or path)
     if tokenizer != "character" and folder.is_dir():
         if not any((folder / name).is_file() for name in tokenizers.TOKENIZER_FILES):
@@ -251,27 +251,28 @@ def missing(config: config_lib.RunConfig, later: frozenset[str] = frozenset()) -
         except protocols.ConfigError as error:
             problems.append(str(error))
     tools = toolkit.Toolkit(config.tools, config.sandbox)
-    return [*problems, *_missing_template(config, tools), *_missing_here(config), *tools.missing()]
+    return [*problems, *_missing_template(run, tools), *_missing_here(run), *tools.missing()]
 
 
-def _missing_template(config: config_lib.RunConfig, tools: toolkit.Toolkit) -> list[str]:
+def _missing_template(run: resolved_run.ResolvedRun, tools: toolkit.Toolkit) -> list[str]:
     """Says what is wrong with a tokenizer that is on this machine."""
+    config = run.config
     folder = Path(config.task.tokenizer or config.model.path)
     if config.task.tokenizer != "character" and not any(
         (folder / name).is_file() for name in tokenizers.TOKENIZER_FILES
     ):
         return []
     try:
-        _check_tokenizer(config, tools, wiring.known_shape(config))
+        _check_tokenizer(run, tools)
     except protocols.LibraError as error:
         return [str(error).rstrip(".")]
     return []
 
 
-def _missing_here(config: config_lib.RunConfig) -> list[str]:
+def _missing_here(run: resolved_run.ResolvedRun) -> list[str]:
     """Says which GPUs, packages and keys a run would miss on this machine."""
-    problems = []
-    needed = placement.partition(config).total
+    config, problems = run.config, []
+    needed = run.partition.total
     alone = not config.cluster.address and not config.cluster.accelerators_per_host
     if config.trainer.platform == "cuda" and alone and (there := gpus_found()) < needed:
         problems.append(
@@ -287,9 +288,9 @@ def _missing_here(config: config_lib.RunConfig) -> list[str]:
     return problems
 
 
-def missing_disk(config: config_lib.RunConfig, workdir: Path) -> list[str]:
+def missing_disk(run: resolved_run.ResolvedRun, workdir: Path) -> list[str]:
     """Says whether the disk of a workdir is too small for the run's checkpoints and its export."""
-    shape = wiring.known_shape(config)
+    config, shape = run.config, run.shape
     if shape is None or not config.checkpoint.every:
         return []
     every, adapter = model_config.parameter_count(shape), adapters.parameter_count(shape)
@@ -307,9 +308,9 @@ def missing_disk(config: config_lib.RunConfig, workdir: Path) -> list[str]:
     ]
 
 
-def _missing_adapter(config: config_lib.RunConfig) -> list[str]:
+def _missing_adapter(run: resolved_run.ResolvedRun) -> list[str]:
     """Says what keeps the run from starting with the adapter of `model.lora.path`. Empty if nothing does."""
-    folder, shape = Path(config.model.lora.path), wiring.known_shape(config)
+    folder, shape = Path(run.config.model.lora.path), run.shape
     if not folder.is_dir():
         return [f"config.model.lora.path: {folder}: no such adapter directory"]
     try:
@@ -346,22 +347,22 @@ def _check_functions(config: config_lib.RunConfig) -> None:
             resolving.check_arguments(resolving.resolve(name, field), name, arguments, of_arguments)
 
 
-def _check_placement(config: config_lib.RunConfig, *, here: bool) -> None:
+def _check_placement(run: resolved_run.ResolvedRun, *, here: bool) -> None:
     """Refuses settings that several GPUs, several hosts, or a trainer of several processes cannot have.
 
     Args:
-      config: configuration of the run.
+      run: the run.
       here: True if the run is to start on this machine.
     """
-    trainer, gpus = config.trainer, gpus_found() if here else 0
+    config, trainer, gpus = run.config, run.config.trainer, gpus_found() if here else 0
     # Every worker sees all GPUs, so all workers would use the first one.
     if trainer.platform == "auto" and config.rollout.engine == "vllm" and gpus > 1:
-        total = placement.partition(config).total
+        total = run.partition.total
         raise protocols.ConfigError(
             f"config.trainer.platform: auto would put the trainer and every engine on the first of {gpus} GPUs; use "
             f"--config.trainer.platform=cuda, where each has its own ({total} in all), or cpu"
         )
-    layout = hosts.layout(config)
+    layout = run.layout
     if config.rollout.full_sync_every > 1 and (layout is None or len(layout.hosts) == 1):
         raise protocols.ConfigError(
             "config.rollout.full_sync_every: saves bytes between hosts, and this run has one host, whose engines read "
@@ -413,9 +414,9 @@ def _check_loop_workers(config: config_lib.RunConfig) -> None:
         )
 
 
-def _check_elastic(config: config_lib.RunConfig) -> None:
+def _check_elastic(run: resolved_run.ResolvedRun) -> None:
     """Checks platform, backend and devices for resizes and hybrid workers (`RunConfig` checks the rest)."""
-    trainer = config.trainer
+    config, trainer = run.config, run.config.trainer
     if config.elastic.resize and not config.planner.period:
         raise protocols.ConfigError(
             "config.elastic.resize: plans change the mesh, and there are none; set planner.period"
@@ -442,7 +443,7 @@ def _check_elastic(config: config_lib.RunConfig) -> None:
             "--config.cluster.backend=ray"
         )
     needed = trainer.replica_devices
-    hybrid = list(enumerate(placement.partition(config).instances))[-config.elastic.hybrid :]
+    hybrid = list(enumerate(run.partition.instances))[-config.elastic.hybrid :]
     for number, devices in hybrid:
         if trainer.platform == "cuda" and needed > len(devices):
             raise protocols.ConfigError(

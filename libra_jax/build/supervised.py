@@ -23,6 +23,7 @@ from libra_jax import protocols
 from libra_jax.build import cpu_rows, wiring, worker_specs
 from libra_jax.chat import messages as message_forms
 from libra_jax.chat import tokenizers
+from libra_jax.cluster import resolved_run
 from libra_jax.models.hf import hub
 from libra_jax.utils import tables
 
@@ -125,10 +126,11 @@ def tune(
         algorithm=config_lib.AlgorithmConfig(),
         critic=config_lib.CriticConfig(),
     )
-    config = cpu_rows.sized(config, wiring.policy_shape(config, need_weights=True))
+    run = cpu_rows.sized(resolved_run.resolve(config, need_weights=True))
+    config = run.config
     steps = max(1, round(request.epochs * len(trained) / request.batch_size))
     # Read by JAX when it is first used, so before the training modules are imported.
-    os.environ.update(worker_specs.trainer_spec(config, request.output).environment)
+    os.environ.update(worker_specs.trainer_spec(run, request.output).environment)
     from libra_jax.data import batch as batch_lib
     from libra_jax.data import sequences as sequences_lib
     from libra_jax.training import optimizer, trainer

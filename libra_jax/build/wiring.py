@@ -17,14 +17,12 @@ from libra_jax import protocols
 from libra_jax.build import background_trials, chat_formats, cpu_rows, observing, trial, worker_specs
 from libra_jax.chat import tokenizers
 from libra_jax.cluster import create as cluster
-from libra_jax.cluster import hosts, placement
+from libra_jax.cluster import placement, resolved_run
 from libra_jax.coordinator import checkpoint_store, checkpoints, evaluation, fencing, stopping
 from libra_jax.coordinator import parts as parts_lib
 from libra_jax.coordinator import run as coordinator
 from libra_jax.data import dividing
 from libra_jax.harness.gateway import fronts
-from libra_jax.models import config as model_config
-from libra_jax.models.adapters import adapters
 from libra_jax.planning import planner
 from libra_jax.planning.costs import costs, hardware, profiles
 from libra_jax.planning.forecast import forecast
@@ -39,32 +37,6 @@ from libra_jax.telemetry import recorder as telemetry
 from libra_jax.telemetry.report import report
 from libra_jax.tools import toolkit
 from libra_jax.utils import checksums
-
-
-def policy_shape(config: config_lib.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
-    """Returns the policy's shape with its adapter: from `model.path` if it is set and exists, else `model.preset`.
-
-    Raises:
-      ConfigError: the model cannot have the adapter of `model.lora`.
-      DataError: the directory cannot be used, or is damaged.
-    """
-    path = config.model.path
-    here = path and (need_weights or Path(path).exists())
-    if here:
-        checksums.check_sealed(Path(path), weights=False)
-    shape = model_config.read_directory(path) if here else model_config.load_preset(config.model.preset)
-    return adapters.adapted(shape, config.model.lora)
-
-
-def known_shape(config: config_lib.RunConfig) -> model_config.TransformerConfig | None:
-    """Returns the policy's shape, or None if this machine cannot know it.
-
-    If `model.path` does not exist here, the shape comes from `model.preset`, if the config chose a preset.
-    """
-    path, preset = config.model.path, config.model.preset
-    if path and not Path(path).exists() and preset == config_lib.ModelConfig().preset:
-        return None
-    return policy_shape(config, need_weights=False)
 
 
 def scheduler(config: config_lib.RunConfig) -> protocols.Scheduler:
@@ -98,7 +70,7 @@ def reach(config: config_lib.RunConfig) -> int:
     return config.trainer.devices + config.elastic.spare_devices
 
 
-def global_planner(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> planner.GlobalPlanner | None:
+def global_planner(run: resolved_run.ResolvedRun) -> planner.GlobalPlanner | None:
     """Makes the run's planner, if `planner.period` requests one.
 
     The planner lays out the devices of the trainer and of instances that are not hybrid. Without `elastic.resize`, the
@@ -109,11 +81,12 @@ def global_planner(config: config_lib.RunConfig, shape: model_config.Transformer
       ConfigError: the hardware is unknown, an instance has a degree that plans may not use, or the run's plans cannot
         be simulated although `planner.simulate_top` asks for it.
     """
+    config, layout = run.config, run.layout
     if not config.planner.period:
         return None
     mesh = config.trainer.data, config.trainer.fsdp, config.trainer.tensor
-    model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")
-    resize, layout = config.elastic.resize, hosts.layout(config)
+    model = costs.of_hardware(config.planner.hardware, run.policy, "planner.hardware")
+    resize = config.elastic.resize
     setting = forecast.Setting.from_config(
         config,
         model,
@@ -132,7 +105,7 @@ def global_planner(config: config_lib.RunConfig, shape: model_config.Transformer
 
 
 async def train(
-    config: config_lib.RunConfig,
+    run: resolved_run.ResolvedRun,
     workdir: Path,
     tools: toolkit.Toolkit,
     demonstrator: protocols.Demonstrator | None = None,
@@ -143,7 +116,7 @@ async def train(
     """Builds the run on the running event loop, completes it, and writes the report.
 
     Args:
-      config: configuration of the run.
+      run: the run, checked.
       workdir: directory of the run, opened.
       tools: tools that the policy may call, open.
       demonstrator: solves tasks for the warm start; None only if the warm start takes no steps.
@@ -151,11 +124,12 @@ async def train(
         check that works without workers. A result of None disables fencing.
       at_signal: called at once on SIGINT and SIGTERM.
     """
-    config = cpu_rows.sized(config, policy_shape(config, need_weights=True))
-    parts = _parts(config, workdir, tools, demonstrator)
+    run = cpu_rows.sized(run)
+    config = run.config
+    parts = _parts(run, workdir, tools, demonstrator)
     fencing_token = take_fencing_token()
     with observing.observed(config, workdir, fencing_token) as watcher:
-        summary = await _train(config, workdir, parts, fencing_token, watcher, at_signal)
+        summary = await _train(run, workdir, parts, fencing_token, watcher, at_signal)
         watcher.end("stopped" if summary.stopped else "done", summary.sentence)
     if config.telemetry.report and not summary.terminated:  # after a scheduler's SIGTERM, there is no time for it
         with stopping.caught(lambda *_: None, at_signal):  # the run is over: another signal must not lose its report
@@ -184,22 +158,21 @@ class _Parts:
 
 
 def _parts(
-    config: config_lib.RunConfig,
+    run: resolved_run.ResolvedRun,
     workdir: Path,
     tools: toolkit.Toolkit,
     demonstrator: protocols.Demonstrator | None,
 ) -> _Parts:
-    shape = policy_shape(config, need_weights=True)
-    engines = placement.Engines(config, shape, workdir)
+    config, engines = run.config, placement.Engines(run, workdir)
     on_ray = config.cluster.backend == "ray"
     specs = parts_lib.WorkerSpecs(
-        trainer=worker_specs.trainer_spec(config, workdir),
+        trainer=worker_specs.trainer_spec(run, workdir),
         engines=engines.specs(),
-        training_sides=worker_specs.training_side_specs(config, workdir),
-        relays=worker_specs.relay_specs(config),
-        loop_workers=worker_specs.loop_worker_specs(config, workdir),
+        training_sides=worker_specs.training_side_specs(run, workdir),
+        relays=worker_specs.relay_specs(run),
+        loop_workers=worker_specs.loop_worker_specs(run, workdir),
         make_engine=engines.add,
-        make_trainer=functools.partial(worker_specs.trainer_processes, config, workdir) if on_ray else None,
+        make_trainer=functools.partial(worker_specs.trainer_processes, run, workdir) if on_ray else None,
         divide=functools.partial(dividing.divide, config),
     )
     agent = rollouts.Agent(
@@ -211,17 +184,19 @@ def _parts(
     profile_copy = workdir / profiles.KEPT_FILE
     if config.planner.profile and profile_copy.exists():  # a resumed run plans as it began, by its own copy
         config = dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(profile_copy)))
-    return _Parts(specs, agent, scheduler(config), global_planner(config, shape))
+        run = dataclasses.replace(run, config=config)
+    return _Parts(specs, agent, scheduler(config), global_planner(run))
 
 
 async def _train(
-    config: config_lib.RunConfig,
+    run: resolved_run.ResolvedRun,
     workdir: Path,
     parts: _Parts,
     fencing_token: fencing.Token | None,
     watcher: status.RunStatus,
     at_signal: stopping.AtOnce,
 ) -> coordinator.RunSummary:
+    config = run.config
     if fencing_token is not None:
         fencing_token.check()
     profile_copy = workdir / profiles.KEPT_FILE
@@ -233,18 +208,18 @@ async def _train(
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
     newest = checkpoint_store.find(workdir)
     damaged = telemetry.cut_back(workdir, newest.step, newest.records)
-    surroundings = _surroundings(config, workdir, parts.agent, fencing_token, watcher, damaged, newest.records)
+    surroundings = _surroundings(run, workdir, parts.agent, fencing_token, watcher, damaged, newest.records)
     async with surroundings as (context, agent), teachers.open_teacher(config, agent.tokenizer) as teacher:
         agent = dataclasses.replace(agent, teacher=teacher)
-        run = coordinator.Coordinator(context, parts.specs, agent, parts.scheduler, parts.planner)
-        summary = await run.run(at_signal)
+        coordinator_ = coordinator.Coordinator(context, parts.specs, agent, parts.scheduler, parts.planner)
+        summary = await coordinator_.run(at_signal)
         add_files(config, workdir / "model")
     return summary
 
 
 @contextlib.asynccontextmanager
 async def _surroundings(
-    config: config_lib.RunConfig,
+    run: resolved_run.ResolvedRun,
     workdir: Path,
     agent: rollouts.Agent,
     fencing_token: fencing.Token | None = None,
@@ -257,6 +232,7 @@ async def _surroundings(
     `damaged` has sentences about what is damaged or missing among the workdir's records, and `records` those that the
     checkpoint counted.
     """
+    config = run.config
     guard = files.always if fencing_token is None else fencing_token.may_write
     clock = asyncio.get_running_loop().time
     recorder = telemetry.create(config, workdir, clock, guard=guard, watcher=watcher, records=records)
@@ -270,7 +246,7 @@ async def _surroundings(
         config.cluster,
         start_seconds=limits.cluster_start,
         shutdown_seconds=limits.shutdown,
-        layout=hosts.layout(config),
+        layout=run.layout,
         platform=config.trainer.platform,
         on_hosts=functools.partial(placement.record, workdir, recorder.note, guard),
     )
@@ -298,24 +274,24 @@ async def _surroundings(
 
 
 async def evaluate(
-    config: config_lib.RunConfig, workdir: Path, tools: toolkit.Toolkit, checkpoint: str | None = None
+    run: resolved_run.ResolvedRun, workdir: Path, tools: toolkit.Toolkit, checkpoint: str | None = None
 ) -> tuple[evaluation.Evaluation, protocols.Tokenizer]:
     """Evaluates a model on held-out tasks, on the running event loop. Returns the rollouts, and what decodes them.
 
     Args:
-      config: configuration without hybrid workers, plans or a warm start.
+      run: a run without hybrid workers, plans or a warm start.
       workdir: folder of the workers' logs.
       tools: tools that the policy may call, open.
       checkpoint: the trainer's part of a checkpoint; None evaluates `model.path`.
     """
-    parts = _parts(config, workdir, tools, None)
-    async with _surroundings(config, workdir, parts.agent) as (context, agent):
+    parts = _parts(run, workdir, tools, None)
+    async with _surroundings(run, workdir, parts.agent) as (context, agent):
         result = await evaluation.evaluate_alone(context, parts.specs, agent, parts.scheduler, checkpoint)
     return result, parts.agent.tokenizer
 
 
 async def serve(
-    config: config_lib.RunConfig,
+    run: resolved_run.ResolvedRun,
     workdir: Path,
     tools: toolkit.Toolkit,
     *,
@@ -326,15 +302,15 @@ async def serve(
     """Serves a model at the gateway's address, on the running event loop, until SIGINT or SIGTERM.
 
     Args:
-      config: configuration without hybrid workers, plans or a warm start.
+      run: a run without hybrid workers, plans or a warm start.
       workdir: folder of the workers' logs.
       tools: tools of the config, open.
       checkpoint: the trainer's part of a checkpoint; None serves `model.path`.
       secret: key of the clients; empty: a random one.
       ready: called with the address once it is served.
     """
-    parts = _parts(config, workdir, tools, None)
-    async with _surroundings(config, workdir, parts.agent) as (context, agent):
+    parts = _parts(run, workdir, tools, None)
+    async with _surroundings(run, workdir, parts.agent) as (context, agent):
         # Requests come to this process, whose gateway they know.
         specs = dataclasses.replace(parts.specs, loop_workers=())
         await evaluation.serve_alone(

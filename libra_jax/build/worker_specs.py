@@ -12,7 +12,7 @@ from pathlib import Path
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import huge_pages
-from libra_jax.cluster import hosts, placement
+from libra_jax.cluster import placement, resolved_run
 from libra_jax.trainer_control import client
 
 TRAINER = "libra_jax.training.trainer:create"
@@ -21,21 +21,21 @@ RELAY = "libra_jax.weights.relay:create"
 LOOP_WORKER = "libra_jax.build.loop_worker:create"
 
 
-def trainer_spec(config: config_lib.RunConfig, workdir: Path, process: int = 0) -> protocols.ActorSpec:
+def trainer_spec(run: resolved_run.ResolvedRun, workdir: Path, process: int = 0) -> protocols.ActorSpec:
     """Describes the trainer actor, or one of its processes, on the devices of `trainer.platform`.
 
     JAX trains on the first platform of JAX_PLATFORMS. Weights pass through its CPU backend on their way to the engines.
 
     Args:
-      config: configuration of the run; for a trainer that takes over, with that trainer's mesh.
+      run: the run; for a trainer that takes over, with that trainer's mesh.
       workdir: directory of the run.
       process: index among `trainer.processes`; each process has the next equal share of the devices.
     """
-    trainer_devices = placement.partition(config).trainer
+    config, trainer_devices = run.config, run.partition.trainer
     devices_per_process = len(trainer_devices) // config.trainer.processes
     devices = trainer_devices[process * devices_per_process : (process + 1) * devices_per_process]
     platform = config.trainer.platform
-    host, local = placement.place(config, devices)
+    host, local = run.place(devices)
     # A trainer of one process holds the devices of a larger mesh, too; several processes hold none.
     spare = config.elastic.spare_devices if config.trainer.processes == 1 else 0
     # JAX's own default of 0.75 leaves a quarter of each GPU unused if the trainer shares it with nothing. JAX refuses
@@ -67,34 +67,36 @@ def trainer_spec(config: config_lib.RunConfig, workdir: Path, process: int = 0) 
 
 
 def trainer_processes(
-    config: config_lib.RunConfig, workdir: Path, sizes: protocols.MeshSizes | None = None
+    run: resolved_run.ResolvedRun, workdir: Path, sizes: protocols.MeshSizes | None = None
 ) -> client.MakeProcess:
     """Returns the factory for the run's trainer processes, or for a trainer on another mesh that is to take over.
 
     Args:
-      config: configuration of the run.
+      run: the run.
       workdir: directory of the run.
       sizes: axis sizes of the mesh; None means the config's.
     """
     mesh = dataclasses.asdict(sizes) if sizes is not None else {}
 
     def make(process: int, processes: int) -> protocols.ActorSpec:
-        trainer = dataclasses.replace(config.trainer, **mesh, processes=processes)
-        return trainer_spec(dataclasses.replace(config, trainer=trainer), workdir, process)
+        trainer = dataclasses.replace(run.config.trainer, **mesh, processes=processes)
+        config = dataclasses.replace(run.config, trainer=trainer)
+        return trainer_spec(resolved_run.ResolvedRun(config, run.shape), workdir, process)
 
     return make
 
 
-def training_side_specs(config: config_lib.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
+def training_side_specs(run: resolved_run.ResolvedRun, workdir: Path) -> list[protocols.ActorSpec]:
     """Describes the training side of each hybrid worker, on devices that its instance has already leased."""
+    config = run.config
     count, trainer = config.elastic.hybrid, config.trainer
     if not count:
         return []
     needed, specs = trainer.replica_devices, []
     # The hybrid instances are the last ones (`placement.Engines`).
-    instances = list(enumerate(placement.partition(config).instances))
+    instances = list(enumerate(run.partition.instances))
     for place, (number, devices) in enumerate(instances[-count:]):
-        host, local = placement.place(config, devices)
+        host, local = run.place(devices)
         environment = {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(needed),
@@ -119,12 +121,12 @@ def training_side_specs(config: config_lib.RunConfig, workdir: Path) -> list[pro
     return specs
 
 
-def relay_specs(config: config_lib.RunConfig) -> dict[int, protocols.ActorSpec]:
+def relay_specs(run: resolved_run.ResolvedRun) -> dict[int, protocols.ActorSpec]:
     """Describes the weight relay of each host. No relays if all is on one host, or if weights go by NCCL.
 
     Relays reserve no CPU: they wait for the network, and run beside the workers that have reserved the host's CPUs.
     """
-    layout = hosts.layout(config)
+    config, layout = run.config, run.layout
     if layout is None or config.rollout.transport != "memfd":
         return {}
     # Half of the deadline for a chunk of weights, so that the chunk can be requested a second time.
@@ -142,12 +144,12 @@ def relay_specs(config: config_lib.RunConfig) -> dict[int, protocols.ActorSpec]:
     }
 
 
-def loop_worker_specs(config: config_lib.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
+def loop_worker_specs(run: resolved_run.ResolvedRun, workdir: Path) -> list[protocols.ActorSpec]:
     """Describes the loop workers of `rollout.loop_workers`, spread over the hosts whose accelerators roll out.
 
     They reserve no CPU, like the relays: a host's CPUs are for its engines' processes, its tools and its agent loops.
     """
-    layout = hosts.layout(config)
+    config, layout = run.config, run.layout
     places = [host.number for host in layout.of_role("rollout")] if layout is not None else [None]
     arguments = {"config": config_lib.to_dict(config), "workdir": str(workdir.resolve())}
     return [

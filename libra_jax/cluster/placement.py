@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.cluster import granted, hosts
+from libra_jax.cluster import granted, resolved_run
 from libra_jax.models import config as model_config
 
 ENGINES = {"vllm": "libra_jax.engines.vllm_engine:create", "fake": "libra_jax.engines.fake_engine:create"}
@@ -17,46 +16,6 @@ ENGINES = {"vllm": "libra_jax.engines.vllm_engine:create", "fake": "libra_jax.en
 
 HOSTS_FILE = "hosts.json"
 """Name of the workdir's file with the hosts that the cluster granted to the run."""
-
-
-@dataclass(frozen=True)
-class Partition:
-    """The devices that train and the devices that roll out. On CPU, all workers share the machine's cores.
-
-    Attributes:
-      trainer: device ordinals of the trainer's mesh.
-      instances: device ordinals of each rollout instance, in the order of `rollout.tensor_parallel`.
-    """
-
-    trainer: tuple[int, ...]
-    instances: tuple[tuple[int, ...], ...]
-
-    @property
-    def total(self) -> int:
-        return len(self.trainer) + sum(len(devices) for devices in self.instances)
-
-
-def partition(config: config_lib.RunConfig) -> Partition:
-    """Returns the devices of the trainer, which come first, and of the instances, in order."""
-    edge = config.trainer.devices
-    instances = []
-    for degree in config.rollout.tensor_parallel:
-        instances.append(tuple(range(edge, edge + degree)))
-        edge += degree
-    return Partition(tuple(range(config.trainer.devices)), tuple(instances))
-
-
-def place(config: config_lib.RunConfig, devices: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
-    """Returns the host of a worker on these devices, and that host's numbers for them. None: the run has one host.
-
-    Raises:
-      LibraError: the devices are on several hosts.
-    """
-    layout = hosts.layout(config)
-    if layout is None:
-        return None, tuple(devices)
-    location = layout.place(devices)
-    return location.host, location.devices
 
 
 def record(workdir: Path, note: Callable[[str], None], guard: Callable[[], bool], run_hosts: granted.Granted) -> None:
@@ -85,22 +44,23 @@ class Engines:
       workdir: folder of the run; each engine has a log file in it.
     """
 
-    def __init__(self, config: config_lib.RunConfig, shape: model_config.TransformerConfig, workdir: Path) -> None:
-        self._config = config
-        self._model = model_config.to_hf(shape)
+    def __init__(self, run: resolved_run.ResolvedRun, workdir: Path) -> None:
+        self._run = run
+        self._config = config = run.config
+        self._model = model_config.to_hf(run.policy)
         self._workdir = workdir.resolve()
         lora = config.model.lora
         # With merged weights, an engine knows of no adapter.
         self._lora = {"lora": config_lib.to_dict(lora)} if lora.rank and lora.sync == "adapter" else {}
-        self._partition = partition(config)
         rollout = config.rollout
-        self._layout = hosts.layout(config)
         self._slots = config_lib.slots_by_degree(rollout.tensor_parallel, rollout.instance_slots)
 
     def specs(self) -> list[protocols.ActorSpec]:
         """Returns one actor for each instance of the config, with its own slots and devices."""
         slots = self._config.rollout.instance_slots
-        return [self._spec(number, devices, slots[number]) for number, devices in enumerate(self._partition.instances)]
+        return [
+            self._spec(number, devices, slots[number]) for number, devices in enumerate(self._run.partition.instances)
+        ]
 
     def add(self, number: int, degree: int, other_specs: Sequence[protocols.ActorSpec]) -> protocols.ActorSpec:
         """Returns an instance that a plan adds, on the last devices that other instances leave free.
@@ -108,10 +68,10 @@ class Engines:
         It has the slots of the config's first instance with its degree, or `rollout.slots`.
         """
         used_devices = {device for spec in other_specs for device in spec.devices}
-        free = [device for device in range(self._partition.total) if device not in used_devices]
-        together = free if self._layout is None else self._layout.on_one_host(free, degree)
+        free = [device for device in range(self._run.partition.total) if device not in used_devices]
+        together = free if self._run.layout is None else self._run.layout.on_one_host(free, degree)
         if len(together) < degree:
-            where = "" if self._layout is None else ", too few of them on one host"
+            where = "" if self._run.layout is None else ", too few of them on one host"
             raise protocols.LibraError(
                 f"a plan asks for an instance of degree {degree}, and {len(free)} devices are free{where}"
             )
@@ -119,13 +79,13 @@ class Engines:
 
     def _spec(self, number: int, devices: tuple[int, ...], slots: int) -> protocols.ActorSpec:
         config, name = self._config, instance_name(number)
-        host, local = place(config, devices)
+        host, local = self._run.place(devices)
         # One core for each worker. None if the instance is not pinned, or replaces a part of training, whose cores are
         # not listed one by one.
         cores, first = config.rollout.cores, config.trainer.devices
         cores = tuple(cores[device - first] for device in devices) if cores and min(devices) >= first else ()
         # The last instances of the config are hybrid; an instance that a plan adds is not.
-        count = len(self._partition.instances)
+        count = len(self._run.partition.instances)
         on_gpu = config.trainer.platform == "cuda"
         rollout = {
             **config_lib.to_dict(config.rollout),

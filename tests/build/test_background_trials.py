@@ -14,6 +14,7 @@ from configs import simulate
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import background_trials, planned, trial, wiring
+from libra_jax.cluster import resolved_run
 from libra_jax.models import config as model_config
 from libra_jax.planning.forecast import forecast
 from libra_jax.planning.search import ranking
@@ -116,7 +117,7 @@ def run(**changes: object) -> config_lib.RunConfig:
 
 
 def test_a_real_run_has_a_planner_that_simulates():
-    made = wiring.global_planner(run(), model_config.load_preset("Qwen3-1.7B"))
+    made = wiring.global_planner(resolved_run.ResolvedRun(run(), model_config.load_preset("Qwen3-1.7B")))
     assert isinstance(made._ranking._trials, background_trials.BackgroundTrials)
     made.close()
 
@@ -124,7 +125,7 @@ def test_a_real_run_has_a_planner_that_simulates():
 def test_a_run_whose_plans_cannot_be_simulated_is_refused():
     rows = {"trainer": {"context": 2, "platform": "cuda"}}
     with pytest.raises(protocols.ConfigError, match=r"config\.planner\.simulate_top: .* trainer\.context is 2; set it"):
-        wiring.global_planner(run(**rows), model_config.load_preset("Qwen3-1.7B"))
+        wiring.global_planner(resolved_run.ResolvedRun(run(**rows), model_config.load_preset("Qwen3-1.7B")))
 
 
 def test_a_simulated_run_refuses_to_simulate_beside_itself():

@@ -4,6 +4,7 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax.build import cpu_rows
+from libra_jax.cluster import resolved_run
 from libra_jax.models import config as model_config
 
 SHAPE = model_config.load_preset("libra-tiny")
@@ -22,7 +23,7 @@ def rows(caches, shape=SHAPE, **trainer):
         rollout=config_lib.RolloutConfig(max_context=128, max_tokens=64),
         trainer=config_lib.TrainerConfig(**{"platform": "cpu", "row_tokens": 128, **trainer}),
     )
-    return cpu_rows.sized(run, shape, caches).trainer.rows_per_micro_batch
+    return cpu_rows.sized(resolved_run.ResolvedRun(run, shape), caches).config.trainer.rows_per_micro_batch
 
 
 def test_activations_of_a_micro_batch_fit_the_largest_cache(caches):

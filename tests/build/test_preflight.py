@@ -17,12 +17,17 @@ import scripts
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.build import dry_run, preflight, wiring
+from libra_jax.build import dry_run, preflight
+from libra_jax.cluster import resolved_run
 from libra_jax.models import config as model_config
 from libra_jax.models.hf import hf_names
 from libra_jax.planning.costs import memory
 from libra_jax.rollouts import rehearsal
 from libra_jax.utils import machine, resolving
+
+
+def resolved(run):
+    return resolved_run.resolve(run, need_weights=False)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,7 @@ def test_what_the_elastic_pool_cannot_be_is_refused_by_name(rollout, elastic, tr
             trainer=config_lib.TrainerConfig(**{"platform": "cpu", **trainer}),
             cluster=config_lib.ClusterConfig(backend=backend),
         )
-        preflight._check_elastic(run)
+        preflight._check_elastic(resolved(run))
 
     with pytest.raises(protocols.ConfigError, match=sentence):
         check()
@@ -95,7 +100,7 @@ def test_what_several_trainer_processes_cannot_have_is_refused_by_name(trainer, 
         cluster=config_lib.ClusterConfig(backend="ray"),
     )
     with pytest.raises(protocols.ConfigError, match=sentence):
-        preflight._check_placement(run, here=False)
+        preflight._check_placement(resolved(run), here=False)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +128,8 @@ def test_what_cannot_cross_hosts_is_refused_by_name(elastic, rollout, each, sent
         cluster=config_lib.ClusterConfig(backend="ray", address="head:6379", accelerators_per_host=each),
     )
     with pytest.raises(protocols.ConfigError, match=sentence) if sentence else contextlib.nullcontext():
-        preflight._check_placement(run, here=False)
-        preflight._check_elastic(run)
+        preflight._check_placement(resolved(run), here=False)
+        preflight._check_elastic(resolved(run))
 
 
 @pytest.mark.parametrize(
@@ -226,17 +231,18 @@ def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
     run = config_lib.RunConfig(
         model=config_lib.ModelConfig(path=str(tmp_path / "model")), task=config_lib.TaskConfig(tokenizer="", **task)
     )
-    model, tasks = preflight.missing(run)
+    unknown = resolved_run.ResolvedRun(run, None)
+    model, tasks = preflight.missing(unknown)
     assert model == f"config.model.path: {tmp_path}/model: no such model directory"
     assert tasks == f"config.task.path: {tmp_path}/tasks.jsonl: no such file of tasks"
     (tmp_path / "model").mkdir()
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2", "answer": "2"}\n')
-    assert [sentence.split(": ")[2] for sentence in preflight.missing(run)] == [
+    assert [sentence.split(": ")[2] for sentence in preflight.missing(unknown)] == [
         "holds no *.safetensors",
         "holds no tokenizer",
     ]
-    assert preflight.missing(run, frozenset({"model.path"})) == preflight.missing(run)[1:]
-    assert preflight.missing(config_lib.RunConfig()) == []
+    assert preflight.missing(unknown, frozenset({"model.path"})) == preflight.missing(unknown)[1:]
+    assert preflight.missing(resolved(config_lib.RunConfig())) == []
 
 
 def test_what_this_machine_lacks_is_listed_like_what_the_run_would_refuse(tmp_path, monkeypatch):
@@ -253,10 +259,10 @@ def test_what_this_machine_lacks_is_listed_like_what_the_run_would_refuse(tmp_pa
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        assert preflight.missing(run) == [gpus, f"config.telemetry.wandb_project: {said}"]
+        assert preflight.missing(resolved(run)) == [gpus, f"config.telemetry.wandb_project: {said}"]
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(preflight, "gpus_found", lambda: 5)
-    assert preflight.missing(run) == []
+    assert preflight.missing(resolved(run)) == []
 
 
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(tmp_path, monkeypatch):
@@ -267,17 +273,17 @@ def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(tmp_path, monkeyp
     usage = shutil.disk_usage(tmp_path)
     for free, refused in ((three + 1, False), (three - 1, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: usage._replace(free=int(free)))
-        found = preflight.missing_disk(run, tmp_path / "runs" / "mine")
+        found = preflight.missing_disk(resolved(run), tmp_path / "runs" / "mine")
         assert bool(found) == refused
     assert f"{tmp_path} has" in found[0]
     run.checkpoint.every = 0
-    assert preflight.missing_disk(run, tmp_path) == []
+    assert preflight.missing_disk(resolved(run), tmp_path) == []
 
 
 def test_a_template_that_the_run_refuses_is_missing_in_a_dry_run(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     run = config_lib.RunConfig(task=config_lib.TaskConfig(tokenizer=str(tmp_path)))
-    (said,) = preflight.missing(run)
+    (said,) = preflight.missing(resolved(run))
     with pytest.raises(protocols.LibraError) as refused:
         preflight.validate(run, need_weights=True)
     assert said == str(refused.value).rstrip(".")
@@ -296,13 +302,13 @@ def test_a_dry_run_compares_the_weights_with_the_models_shape(tmp_path):
         (tensors | {name: (1,)}, f"tensor {name} has no place in the model"),
     ):
         safetensors_headers.write(file, written)
-        found = preflight.missing(run)
+        found = preflight.missing(resolved(run))
         assert len(found) == (said is not None)
         assert all(sentence.startswith("config.model.path: ") and said in sentence for sentence in found)
     safetensors_headers.write(file, tensors)
     for kept in (4, 100, file.stat().st_size - 1):
         os.truncate(file, kept)
-        assert "model.safetensors: is not a whole safetensors file (" in preflight.missing(run)[0]
+        assert "model.safetensors: is not a whole safetensors file (" in preflight.missing(resolved(run))[0]
         safetensors_headers.write(file, tensors)
 
 
@@ -312,20 +318,22 @@ def test_a_dry_run_misses_the_adapter_and_the_files_of_tools(tmp_path):
         model=config_lib.ModelConfig(lora=config_lib.LoraConfig(rank=2, path=str(tmp_path / "adapter"))),
         tools=config_lib.ToolsConfig(use=("search",), arguments=search),
     )
-    assert preflight.missing(run) == [
+    assert preflight.missing(resolved(run)) == [
         f"config.model.lora.path: {tmp_path}/adapter: no such adapter directory",
         f"config.tools.arguments.search.path: {tmp_path}/wiki.jsonl: no such file of passages",
         "config.tools.arguments.search.vectors: no.npy: no such file of vectors",
     ]
     (tmp_path / "adapter").mkdir()
-    assert preflight.missing(run)[0].startswith(f"config.model.lora.path: {tmp_path}/adapter/adapter_config.json: ")
+    assert preflight.missing(resolved(run))[0].startswith(
+        f"config.model.lora.path: {tmp_path}/adapter/adapter_config.json: "
+    )
 
 
 def test_memory_is_told_in_numbers_that_are_never_zero():
     counts = (0.4, 12, 1023, 1.64e6, 1048000 * 1024, 24e9, 3e12, 5e16)
     shown = ["0.4 B", "12 B", "0.999 KiB", "1.56 MiB", "0.999 GiB", "22.4 GiB", "2.73 TiB", "4.55e+04 TiB"]
     assert [machine.bytes_text(count) for count in counts] == shown
-    shape = wiring.policy_shape(config_lib.RunConfig(), need_weights=False)
+    shape = resolved(config_lib.RunConfig()).shape
     fits, short = (memory.verdict(config_lib.RunConfig(), shape, free) for free in (64 * 2**30, 2**20))
     assert fits.startswith("fits: about ")
     assert fits.endswith(" of the 64 GiB that are free on this machine")
@@ -338,7 +346,7 @@ def test_memory_of_accelerators_is_compared_with_their_sheets():
     run = config_lib.RunConfig(
         model=config_lib.ModelConfig(preset="Qwen3-1.7B"), trainer=config_lib.TrainerConfig(platform="cuda")
     )
-    shape = wiring.policy_shape(run, need_weights=False)
+    shape = resolved(run).shape
     assert memory.verdict(run, shape).startswith(
         "fits a100 (74.5 GiB), h100 (74.5 GiB), h200 (131 GiB)\n  a device that"
     )
@@ -355,7 +363,7 @@ def test_a_dry_run_tells_the_terms_of_the_reward():
         (reward, "the environment's own + -0.5 x length (mine:length) + exact (mine:exact)"),
         (alone, "exact (mine:exact)"),
     ):
-        assert f"reward      {told}" in dry_run.describe(config_lib.RunConfig(reward=terms)).splitlines()
+        assert f"reward      {told}" in dry_run.describe(resolved(config_lib.RunConfig(reward=terms))).splitlines()
 
 
 def test_a_dry_run_tells_no_clip_where_none_can_bind():
@@ -373,8 +381,8 @@ def test_a_model_that_is_not_here_is_checked_by_a_preset_that_was_chosen_only(pr
     )
     if preset == "libra-tiny":  # the default says nothing of the model that is not here
         preflight.validate(run, need_weights=False)
-        preflight.warn(run)
-        said = dry_run.describe(run)
+        preflight.warn(resolved(run))
+        said = dry_run.describe(resolved(run))
         assert "policy      not known: no model at /nowhere/model" in said
         assert "memory      not known without the model" in said
         assert "billion parameters" not in capsys.readouterr().err
@@ -402,7 +410,7 @@ def test_a_dry_run_shows_the_first_task_whatever_its_payload(payload, shown):
 
     run = config_lib.RunConfig()
     run.task.source = resolving.give(lambda seed: Source(), "task.source", name="any")
-    assert shown in dry_run.describe(run)
+    assert shown in dry_run.describe(resolved(run))
 
 
 def test_experts_are_refused_where_vllms_cpu_kernel_cannot_reload_them(monkeypatch):
@@ -435,9 +443,11 @@ def test_routing_replay_is_refused_without_experts_to_replay():
 
 def test_a_dry_run_shows_the_engines_further_arguments_where_there_are_any():
     run = config_lib.RunConfig()
-    assert "vllm with" not in dry_run.describe(run)
+    assert "vllm with" not in dry_run.describe(resolved(run))
     run.rollout.engine_arguments = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
-    assert "engine    vllm with max_num_batched_tokens=4096, enable_prefix_caching=True\n" in dry_run.describe(run)
+    assert "engine    vllm with max_num_batched_tokens=4096, enable_prefix_caching=True\n" in dry_run.describe(
+        resolved(run)
+    )
 
 
 def test_a_context_longer_than_the_models_positions_is_refused():
@@ -488,19 +498,19 @@ def test_a_preset_that_a_model_directory_overrules_is_warned_of(tmp_path, capsys
     shipped = pathlib.Path(model_config.__file__).parent / "presets/Qwen3-0.6B.json"
     (tmp_path / "config.json").write_text(shipped.read_text())
     for preset, told in (("Qwen3-8B", True), ("Qwen3-0.6B", False), (config_lib.ModelConfig().preset, False)):
-        preflight.warn(config_lib.RunConfig(model=config_lib.ModelConfig(path=str(tmp_path), preset=preset)))
+        preflight.warn(resolved(config_lib.RunConfig(model=config_lib.ModelConfig(path=str(tmp_path), preset=preset))))
         sentence = f"config.model.preset: {preset} has no effect, because model.path={tmp_path} counts, and has 596 M"
         assert (sentence in capsys.readouterr().err) == told
 
 
 def test_a_dry_run_shows_what_an_adapter_trains_and_what_it_takes_of_memory():
     lora = config_lib.LoraConfig(rank=8)
-    plain = dry_run.describe(config_lib.RunConfig(model=config_lib.ModelConfig(preset="Qwen3-8B")))
+    plain = dry_run.describe(resolved(config_lib.RunConfig(model=config_lib.ModelConfig(preset="Qwen3-8B"))))
     run = config_lib.RunConfig(
         model=config_lib.ModelConfig(preset="Qwen3-8B", lora=lora, compute_dtype="bfloat16"),
         algorithm=config_lib.AlgorithmConfig(kl_coefficient=0.1),
     )
-    said = dry_run.describe(run)
+    said = dry_run.describe(resolved(run))
     assert "frozen under an adapter of rank 8 with 21,823,488 parameters (weight syncs send it)" in said
     assert "0.1 x k3 to the frozen weights, in the loss" in said
     assert "91.5 GiB of parameters and optimizer" in plain
@@ -545,12 +555,12 @@ def test_settings_that_end_a_run_at_an_agents_fork_are_warned_of(settings, sente
         (config_lib.TaskConfig().environment, config_lib.TrainerConfig(), False),
     ):
         task = config_lib.TaskConfig(environment=environment)
-        preflight.warn(config_lib.RunConfig(task=task, trainer=trainer, **settings))
+        preflight.warn(resolved(config_lib.RunConfig(task=task, trainer=trainer, **settings)))
         assert (f"warning: {sentence}" in capsys.readouterr().err) == told
 
 
 def test_a_first_prompt_that_the_chat_template_refuses_is_shown_with_its_reason():
     run = config_lib.RunConfig(model=config_lib.ModelConfig(path="libra-tiny"))
     posed = rehearsal.Posed((protocols.Message("usr", "1+1"),), ())
-    said = dry_run.describe(run, posed=posed)
+    said = dry_run.describe(resolved(run), posed=posed)
     assert re.search(r"prompt      the first, which the chat template refuses \(.*'usr'.*\):\n  \| usr: 1\+1", said)

@@ -11,7 +11,7 @@ import pytest
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import dry_run, preflight, wiring, worker_specs
-from libra_jax.cluster import granted, hosts
+from libra_jax.cluster import granted, hosts, resolved_run
 from libra_jax.coordinator import checkpoints, fencing, parts
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
@@ -19,6 +19,10 @@ from libra_jax.rewards import scoring
 from libra_jax.rollouts import rollouts
 from libra_jax.telemetry import files
 from libra_jax.tools import toolkit
+
+
+def resolved(run):
+    return resolved_run.resolve(run, need_weights=False)
 
 
 def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_kept(tmp_path, monkeypatch):
@@ -36,7 +40,7 @@ def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_
         trainer=config_lib.TrainerConfig(platform="cuda"),
     )
     with pytest.raises(protocols.ConfigError, match="seen enough"):
-        asyncio.run(wiring.train(run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox)))
+        asyncio.run(wiring.train(resolved(run), tmp_path, toolkit.Toolkit(run.tools, run.sandbox)))
     told = given.pop("on_hosts")
     layout = hosts.layout(run)
     assert given == {"start_seconds": 7.0, "shutdown_seconds": 8.0, "layout": layout, "platform": "cuda"}
@@ -64,7 +68,7 @@ def test_hosts_are_not_written_down_by_a_run_that_has_been_taken_over(tmp_path, 
 
     tools = toolkit.Toolkit(run.tools, run.sandbox)
     with pytest.raises(protocols.ConfigError, match="seen enough"):
-        asyncio.run(wiring.train(run, tmp_path, tools, take_fencing_token=take_fencing_token))
+        asyncio.run(wiring.train(resolved(run), tmp_path, tools, take_fencing_token=take_fencing_token))
     take_fencing_token()
     layout = hosts.layout(
         config_lib.RunConfig(cluster=config_lib.ClusterConfig(backend="ray", accelerators_per_host=1))
@@ -85,7 +89,10 @@ def test_a_run_that_cannot_be_made_takes_no_token_and_so_ends_no_other(tmp_path,
     with pytest.raises(protocols.ConfigError):
         asyncio.run(
             wiring.train(
-                run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox), take_fencing_token=lambda: taken.append(1)
+                resolved(run),
+                tmp_path,
+                toolkit.Toolkit(run.tools, run.sandbox),
+                take_fencing_token=lambda: taken.append(1),
             )
         )
     assert (taken, list(tmp_path.iterdir())) == ([], [])
@@ -110,7 +117,7 @@ def test_the_runs_scorer_is_made_of_the_configs_functions_and_weights(tmp_path, 
         reward=config_lib.RewardConfig(functions={"length": length}, environment_weight=3.0),
         telemetry=config_lib.TelemetryConfig(console=False, tensorboard=False, report=False),
     )
-    asyncio.run(wiring.train(run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox)))
+    asyncio.run(wiring.train(resolved(run), tmp_path, toolkit.Toolkit(run.tools, run.sandbox)))
     assert [score.reward for score in scores] == [pytest.approx(4.0)]
 
 
@@ -130,7 +137,7 @@ def test_a_run_writes_as_many_samples_as_the_config_says(tmp_path, monkeypatch):
     run = config_lib.RunConfig(
         telemetry=config_lib.TelemetryConfig(console=False, tensorboard=False, report=False, samples=5),
     )
-    asyncio.run(wiring.train(run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox)))
+    asyncio.run(wiring.train(resolved(run), tmp_path, toolkit.Toolkit(run.tools, run.sandbox)))
     assert [len(records) for records in made] == [5]
 
 
@@ -188,14 +195,14 @@ def test_a_trainer_on_an_accelerator_keeps_the_cpu_backend_that_publication_goes
     platform, environment, tmp_path
 ):
     run = config_lib.RunConfig(trainer=config_lib.TrainerConfig(platform=platform, fsdp=2, memory_fraction=0.8))
-    assert worker_specs.trainer_spec(run, tmp_path).environment == environment
+    assert worker_specs.trainer_spec(resolved(run), tmp_path).environment == environment
 
 
 def test_a_share_of_gpu_memory_that_the_user_set_is_left_alone(monkeypatch, tmp_path):
     # JAX refuses to start if its old and its new variable are both set.
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     run = config_lib.RunConfig(trainer=config_lib.TrainerConfig(platform="cuda"))
-    assert "XLA_CLIENT_MEM_FRACTION" not in worker_specs.trainer_spec(run, tmp_path).environment
+    assert "XLA_CLIENT_MEM_FRACTION" not in worker_specs.trainer_spec(resolved(run), tmp_path).environment
 
 
 def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_devices(tmp_path):
@@ -205,7 +212,7 @@ def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_device
         trainer=config_lib.TrainerConfig(platform="cuda", data=2, fsdp=2),
         cluster=config_lib.ClusterConfig(backend="ray"),
     )
-    (spec,) = worker_specs.training_side_specs(run, tmp_path)
+    (spec,) = worker_specs.training_side_specs(resolved(run), tmp_path)
     assert spec.arguments["name"] == "rollout-1"
     assert spec.environment["CUDA_VISIBLE_DEVICES"] == "5,6"
     assert "XLA_CLIENT_MEM_FRACTION" not in spec.environment  # it reserves nothing of what its engine needs
@@ -229,8 +236,8 @@ def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_device
 def test_each_process_of_a_trainer_has_its_own_share_of_the_devices(platform, shares, gpus, tmp_path):
     mesh = config_lib.TrainerConfig(platform=platform, fsdp=4, processes=2)
     run = config_lib.RunConfig(trainer=mesh, cluster=config_lib.ClusterConfig(backend="ray"))
-    preflight._check_placement(run, here=False)
-    specs = [worker_specs.trainer_processes(run, tmp_path)(process, 2) for process in range(2)]
+    preflight._check_placement(resolved(run), here=False)
+    specs = [worker_specs.trainer_processes(resolved(run), tmp_path)(process, 2) for process in range(2)]
     assert [spec.environment for spec in specs] == shares
     assert [spec.arguments["process"] for spec in specs] == [0, 1]
     assert {spec.gpus for spec in specs} == {gpus}
@@ -240,7 +247,7 @@ def test_a_trainer_that_is_to_take_over_has_its_own_mesh_processes_and_devices(t
     run = config_lib.RunConfig(
         trainer=config_lib.TrainerConfig(platform="cuda", fsdp=2), cluster=config_lib.ClusterConfig(backend="ray")
     )
-    make = worker_specs.trainer_processes(run, tmp_path, protocols.MeshSizes(2, 2, 1))
+    make = worker_specs.trainer_processes(resolved(run), tmp_path, protocols.MeshSizes(2, 2, 1))
     spec = make(3, 4)
     assert spec.environment["CUDA_VISIBLE_DEVICES"] == "3"
     mesh = spec.arguments["config"]["trainer"]
@@ -278,7 +285,7 @@ def test_plans_have_no_instance_wider_than_what_the_cluster_grants_the_run_on_on
         planner=config_lib.PlannerConfig(period=1, hardware="h100"),
         cluster=config_lib.ClusterConfig(backend="ray", accelerators_per_host=8),
     )
-    made = wiring.global_planner(run, model_config.load_preset("Qwen3-1.7B"))
+    made = wiring.global_planner(resolved_run.ResolvedRun(run, model_config.load_preset("Qwen3-1.7B")))
     assert made is not None
     assert made._setting.degrees == degrees
 
@@ -331,9 +338,9 @@ def test_each_host_of_a_run_laid_out_over_several_has_a_relay_whose_links_leave_
         cluster=config_lib.ClusterConfig(backend="ray", accelerators_per_host=1),
         deadlines=config_lib.DeadlineConfig(weight_sync=100.0),
     )
-    specs = worker_specs.relay_specs(run)
+    specs = worker_specs.relay_specs(resolved(run))
     assert {host: (spec.name, spec.host, spec.cpus) for host, spec in specs.items()} == {
         host: (f"relay-{host}", host, 0.0) for host in range(3)
     }
     assert {spec.arguments["link_seconds"] for spec in specs.values()} == {50.0}
-    assert worker_specs.relay_specs(config_lib.RunConfig()) == {}
+    assert worker_specs.relay_specs(resolved(config_lib.RunConfig())) == {}

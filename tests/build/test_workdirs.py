@@ -11,7 +11,7 @@ import pytest
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import evaluating, preflight, records, workdirs
-from libra_jax.cluster import placement
+from libra_jax.cluster import placement, resolved_run
 from libra_jax.coordinator import checkpoint_store, checkpoints
 from libra_jax.models import config as model_config
 from libra_jax.simulator import recording
@@ -40,9 +40,9 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cores_go_to_the_instances_in_order_and_ones_that_are_not_there_are_refused_early(tmp_path):
     rollout = config_lib.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1))
     shape = model_config.load_preset("libra-tiny")
-    specs = placement.Engines(settings(rollout=rollout), shape, tmp_path).specs()
+    specs = placement.Engines(resolved_run.ResolvedRun(settings(rollout=rollout), shape), tmp_path).specs()
     assert [spec.arguments["cpu_cores"] for spec in specs] == ["3", "0|1"]
-    unpinned = placement.Engines(settings(), shape, tmp_path).specs()
+    unpinned = placement.Engines(resolved_run.ResolvedRun(settings(), shape), tmp_path).specs()
     assert [spec.arguments["cpu_cores"] for spec in unpinned] == ["auto"]
     with pytest.raises(protocols.ConfigError, match=r"config\.rollout\.cores: has 2 entries for the 1 workers"):
         config_lib.RolloutConfig(cores=(0, 1))
@@ -54,7 +54,8 @@ def test_an_engine_that_a_plan_adds_gets_the_devices_that_the_others_leave(tmp_p
     rollout = config_lib.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1), slots_by_instance=(16, 48))
     trainer = config_lib.TrainerConfig(platform="cuda")
     engines = placement.Engines(
-        settings(rollout=rollout, trainer=trainer), model_config.load_preset("libra-tiny"), tmp_path
+        resolved_run.ResolvedRun(settings(rollout=rollout, trainer=trainer), model_config.load_preset("libra-tiny")),
+        tmp_path,
     )
     narrow, wide = engines.specs()
     assert (narrow.devices, wide.devices) == ((1,), (2, 3))

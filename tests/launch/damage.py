@@ -27,6 +27,7 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import wiring, workdirs
+from libra_jax.cluster import resolved_run
 from libra_jax.coordinator import checkpoint_store, saving
 from libra_jax.coordinator import run as coordinator
 from libra_jax.telemetry import files as files_lib
@@ -155,7 +156,12 @@ def run(config: config_lib.RunConfig, workdir: Path) -> None:
     async def go() -> None:
         async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
             opened = workdirs.open_workdir(config, str(workdir))
-            await wiring.train(config, opened, tools, take_fencing_token=lambda: workdirs.take_fencing_token(opened))
+            await wiring.train(
+                resolved_run.resolve(config, need_weights=True),
+                opened,
+                tools,
+                take_fencing_token=lambda: workdirs.take_fencing_token(opened),
+            )
 
     # A lock is held until its process ends, and here one process stands for several.
     with mock.patch.object(workdirs, "_lock", return_value=True):

@@ -118,11 +118,11 @@ def tell_nodes() -> None:
 
 
 def train(run: config_lib.RunConfig, workdir: Path, address: str = "") -> None:
-    preflight.validate(run, need_weights=True)
+    resolved = preflight.validate(run, need_weights=True)
     # Hybrid workers are on the trainer's host, and so are these nodes.
     run = dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, address=address))
     tools = toolkit.Toolkit(run.tools, run.sandbox)
-    asyncio.run(wiring.train(run, workdirs.open_workdir(run, str(workdir)), tools))
+    asyncio.run(wiring.train(resolved, workdirs.open_workdir(run, str(workdir)), tools))
 
 
 def main() -> None:

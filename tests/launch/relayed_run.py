@@ -79,9 +79,9 @@ def main() -> None:
         os.environ.update(hosts.environment)  # before Ray is imported, which reads it then
         tell_nodes()
         run = config(int(sys.argv[2]), hosts.address, *map(int, sys.argv[3:]))
-        preflight.validate(run, need_weights=True)
+        resolved = preflight.validate(run, need_weights=True)
         tools = toolkit.Toolkit(run.tools, run.sandbox)
-        asyncio.run(wiring.train(run, workdirs.open_workdir(run, sys.argv[1]), tools))
+        asyncio.run(wiring.train(resolved, workdirs.open_workdir(run, sys.argv[1]), tools))
 
 
 if __name__ == "__main__":

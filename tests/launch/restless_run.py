@@ -118,10 +118,10 @@ def main() -> None:
     transitions.Transitions._work = watched  # type: ignore[method-assign]
     transitions.Transitions._rested = at_rest  # type: ignore[method-assign]
     run = config(steps)
-    preflight.validate(run, need_weights=True)
+    resolved = preflight.validate(run, need_weights=True)
     try:
         tools = toolkit.Toolkit(run.tools, run.sandbox)
-        asyncio.run(wiring.train(run, workdirs.open_workdir(run, str(workdir)), tools))
+        asyncio.run(wiring.train(resolved, workdirs.open_workdir(run, str(workdir)), tools))
     except protocols.LibraError as error:
         print(f"error: {error}", flush=True)
         raise SystemExit(1) from None

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from configs import ablation, published
-from libra_jax.build import preflight, wiring
+from libra_jax.build import preflight
 from libra_jax.planning.costs import memory
 from libra_jax.planning.forecast import meshes
 
@@ -21,8 +21,7 @@ RIVALS = ("static", "homogeneous", "heterogeneous", "cmlfq", "elastic", "colocat
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_published_workload_is_valid_and_fits(variant):
     config = published.get_config(variant)
-    preflight.validate(config, need_weights=False)
-    shape = wiring.known_shape(config)
+    shape = preflight.validate(config, need_weights=False).shape
     assert memory.verdict(config, shape).startswith("fits a100")
     assert config.trainer.devices + sum(config.rollout.tensor_parallel) == (64 if "h100" in variant else 48)
     assert max(config.rollout.max_context, config.trainer.row_tokens) <= shape.max_position_embeddings == 40_960

@@ -14,7 +14,13 @@ import pytest
 from configs import quickstart, qwen3_1p7b_8gpu
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.cluster import resolved_run
 from libra_jax.models import config as model_config
+
+
+def resolved(run):
+    return resolved_run.resolve(run, need_weights=False)
+
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 PLAIN = slurm_job.Settings()
@@ -44,7 +50,7 @@ def parse(module, **changed) -> config_lib.RunConfig:
 def script(config: config_lib.RunConfig, settings: slurm_job.Settings = PLAIN) -> str:
     """The job's script, as it is on no machine in particular."""
     return slurm_job.script(
-        config,
+        resolved(config),
         dataclasses.replace(settings, python="python3"),
         arguments=[f"--config=configs/{config.name}.py", "--config.cluster.address=auto"],
         folder=pathlib.Path("/shared/project"),
@@ -193,7 +199,7 @@ NODES = "gpu*|4|gpu:8|64|500000+\nsmall|2|gpu:4|16|90000\nsmall|4|gpu:2|8+|30000
 )
 def test_a_host_is_asked_for_what_the_run_needs_and_the_partition_has(settings, there, options):
     given, known = slurm_job.Settings(**settings), slurm_job.read_partitions(NODES) if there else None
-    (group,) = slurm_job.host_groups(parse(qwen3_1p7b_8gpu, per_host=8), given)
+    (group,) = slurm_job.host_groups(resolved(parse(qwen3_1p7b_8gpu, per_host=8)), given)
     amounts = slurm_job.amounts(given, host_sizes.HostSize(13, 40 * 1024), known, group.partition)
     asked = [option for option in group.options(given, amounts) if option.startswith(("--cpus-per-task", "--mem="))]
     assert asked == options
@@ -212,7 +218,7 @@ def test_a_host_is_asked_for_what_the_run_needs_and_the_partition_has(settings, 
     ],
 )
 def test_hosts_with_idle_or_too_many_accelerators_are_warned_of(changed, fragments):
-    said = host_sizes.unlikely(parse(qwen3_1p7b_8gpu, **changed))
+    said = host_sizes.unlikely(resolved(parse(qwen3_1p7b_8gpu, **changed)))
     assert all(fragment in said for fragment in fragments)
     assert bool(said) == bool(fragments)
 
@@ -220,11 +226,14 @@ def test_hosts_with_idle_or_too_many_accelerators_are_warned_of(changed, fragmen
 def test_memory_of_a_host_grows_with_the_model_and_its_share_of_the_state():
     run = over_hosts(model__path="", model__preset="Qwen3-8B")
     shape = model_config.load_preset("Qwen3-8B")
-    larger, smaller = (host_sizes.estimate(one, shape) for one in (over_hosts(per_host=4, trainer__processes=1), run))
+    larger, smaller = (
+        host_sizes.estimate(resolved_run.ResolvedRun(one, shape))
+        for one in (over_hosts(per_host=4, trainer__processes=1), run)
+    )
     weights, state = 2 * 8.19e9 / 2**30, 12 * 8.19e9 / 2**30  # bfloat16; float32 with two moments
     assert smaller.memory_mib > 1024 * (2 * weights + state / 2)
     assert larger.memory_mib > 1024 * (2 * weights + state)
-    assert host_sizes.estimate(run, None).memory_mib == 0, "not known"
+    assert host_sizes.estimate(resolved_run.ResolvedRun(run, None)).memory_mib == 0, "not known"
     assert (smaller.cpus, larger.cpus) == (13, 25)
 
 
@@ -244,7 +253,7 @@ def test_memory_of_a_host_grows_with_the_model_and_its_share_of_the_state():
 )
 def test_hosts_are_those_of_the_layout(changed, settings, parts):
     config = parse(qwen3_1p7b_8gpu, **changed)
-    groups = slurm_job.host_groups(config, slurm_job.Settings(**settings))
+    groups = slurm_job.host_groups(resolved(config), slurm_job.Settings(**settings))
     assert [(group.partition, group.hosts, group.gpus) for group in groups] == parts
 
 

@@ -15,6 +15,7 @@ import slurm_node
 
 from configs import quickstart
 from libra_jax import config as config_lib
+from libra_jax.cluster import resolved_run
 
 lacking = slurm_node.missing()
 pytestmark = [
@@ -73,7 +74,7 @@ def submit(slurm: slurm_node.Slurm, folder: pathlib.Path, plan: str, **settings:
     config.cluster.backend, config.cluster.address = "ray", "auto"
     script = folder / "job.sbatch"
     text = slurm_job.script(
-        config_lib.checked(config),
+        resolved_run.resolve(config_lib.checked(config), need_weights=False),
         slurm_job.Settings(
             time="10",
             environment=(f"PYTHONPATH={scripts.ROOT}:{os.environ.get('PYTHONPATH', '')}",),
