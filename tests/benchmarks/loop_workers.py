@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import gc
 import itertools
-import multiprocessing
 import pathlib
 import random
 import time
@@ -33,7 +32,7 @@ from libra_jax.coordinator import dispatch, instances, loop_workers, parts
 from libra_jax.rollouts import loop_worker, rollouts, streams
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
-from libra_jax.utils import run_context
+from libra_jax.utils import processes, run_context
 
 WORKERS = flags.DEFINE_integer("workers", 64, "Loop workers; 0: the loops run in the coordinator's process.")
 HOLDERS = flags.DEFINE_integer("holders", 2, "Processes that hold the workers.")
@@ -42,6 +41,7 @@ RATE = flags.DEFINE_float("turns_per_second", 1000.0, "Turns a second that the r
 TURNS = flags.DEFINE_integer("turns", 10, "Turns of a rollout.")
 TOKENS = flags.DEFINE_integer("tokens", 256, "Tokens of an output.")
 DELTAS = flags.DEFINE_integer("deltas", 2, "Parts in which the tokens of an output come.")
+DEADLINE_SECONDS = 60.0
 SECONDS = flags.DEFINE_float("seconds", 60.0, "Seconds that are measured, after as many to warm up.")
 
 DECODING = 0.6
@@ -216,25 +216,17 @@ def measure(shape: Shape, *, workers: int, live: int, seconds: float, holders: i
         task=config_lib.TaskConfig(max_turns=shape.turns + 1),
         trainer=config_lib.TrainerConfig(row_tokens=CONTEXT),
     )
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
     count = min(holders, workers)
-    for number in range(count):
-        here, there = context.Pipe()
-        share = workers // count + (number < workers % count)
-        processes.append(context.Process(target=hold, args=(there, config, shape, share), daemon=True))
-        processes[-1].start()
-        pipes.append(here)
-    try:
-        addresses = [address for pipe in pipes for address in pipe.recv()]
+    with contextlib.ExitStack() as stack:
+        peers = [
+            stack.enter_context(
+                processes.Peer(hold, config, shape, workers // count + (number < workers % count), name="a holder")
+            )
+            for number in range(count)
+        ]
+        addresses = [address for peer in peers for address in peer.receive(DEADLINE_SECONDS)]
         figures = asyncio.run(_measure(shape, config, addresses, live, seconds))
-        for pipe in pipes:
-            pipe.send(None)
-        spent = sum(pipe.recv() for pipe in pipes)
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join(20)
+        spent = sum(peer.ask(None, DEADLINE_SECONDS) for peer in peers)
     return replace(figures, holders=spent / (2 * seconds))
 
 

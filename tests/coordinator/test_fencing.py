@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 from libra_jax import protocols
 from libra_jax.coordinator import checkpoints, fencing
 from libra_jax.telemetry import memory, recorder
+from libra_jax.utils import processes
 
 CONFIG = doubles.make_config(steps=6, checkpoint={"every": 1, "keep": 9}, coordinator={"max_staleness": 1})
 
@@ -42,24 +43,16 @@ def test_each_start_takes_the_next_token_and_ends_those_before(tmp_path):
         first.check()
 
 
-def _take_many(workdir: str, numbers: multiprocessing.Queue) -> None:
-    for _ in range(20):
-        numbers.put(take(Path(workdir)).number)
+def _take_many(workdir: str) -> list[int]:
+    return [take(Path(workdir)).number for _ in range(20)]
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_no_two_processes_get_the_same_token(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    numbers = context.Queue()
-    processes = [context.Process(target=_take_many, args=(str(tmp_path), numbers)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    taken = sorted(numbers.get(timeout=120) for _ in range(60))
-    for process in processes:
-        process.join(30)
-        assert process.exitcode == 0
-    assert taken == list(range(1, 61))
+    with processes.pool(3) as pool:
+        taken = list(pool.map(_take_many, [str(tmp_path)] * 3, timeout=120))
+    assert sorted(itertools.chain(*taken)) == list(range(1, 61))
 
 
 @pytest.mark.parametrize("links", [True, False])
