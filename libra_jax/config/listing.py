@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import io
 import textwrap
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, cast, get_type_hints
 
 from libra_jax.config.fields import constraint_of, default_of, described
@@ -74,7 +75,7 @@ def changed(config_type: type[Any], values: Mapping[str, object]) -> dict[str, o
 
 def settings(config_type: type[Any], prefix: str = "") -> Iterator[Setting]:
     """Yields every setting of a config, nested ones with their full names."""
-    kinds, meanings = get_type_hints(config_type), _meanings(config_type)
+    kinds, meanings = get_type_hints(config_type), _meanings(cast(Hashable, config_type))  # which mypy does not see
     for item in dataclasses.fields(config_type):
         kind, name = kinds[item.name], prefix + item.name
         if dataclasses.is_dataclass(kind):
@@ -85,6 +86,7 @@ def settings(config_type: type[Any], prefix: str = "") -> Iterator[Setting]:
         yield Setting(name, default, meanings.get(item.name, ""), constraint)
 
 
+@functools.cache
 def _meanings(config_type: type[Any]) -> dict[str, str]:
     """Returns the meaning of each field: the comment beside or above the field."""
     found: dict[str, str] = {}

@@ -1,36 +1,25 @@
 """`launch/calibrate.py` on recorded runs: its table, its profile, and one sentence where a run is of no use."""
 
 import json
-import os
 import pathlib
 import subprocess
-import sys
 from typing import Any
 
 import pytest
+import scripts
 
 from configs import calibrate
 from libra_jax import config as config_lib
 from libra_jax.planning.costs import profiles
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
 
 def command(*arguments: str, script: str = "calibrate") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, f"launch/{script}.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "COLUMNS": "160"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return scripts.run_forked(f"{script}.py", *arguments, environment={"COLUMNS": "160"})
 
 
 @pytest.fixture
 def record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tests/simulator"))
+    monkeypatch.syspath_prepend(str(scripts.ROOT / "tests/simulator"))
     import recorded_runs
 
     def make(name: str, degree: int, staleness: int = 0, **changes: Any) -> pathlib.Path:
@@ -53,7 +42,7 @@ def test_a_run_whose_model_is_an_id_is_read_from_the_cache(record, tmp_path, mon
     (repository / "refs").mkdir(parents=True)
     (repository / "refs/main").write_text("0123")
     (repository / "snapshots/0123").mkdir(parents=True)
-    shape = (ROOT / "libra_jax/models/presets/libra-tiny.json").read_text()
+    shape = (scripts.ROOT / "libra_jax/models/presets/libra-tiny.json").read_text()
     (repository / "snapshots/0123/config.json").write_text(shape)
     result = command(*arguments)
     assert "rollout: mean error" in result.stdout, result.stderr

@@ -9,7 +9,7 @@ from libra_jax import config as config_lib
 from libra_jax.build import fitting
 from libra_jax.models import config as model_config
 
-compile_for = functools.partial(scripts.run, "compile.py")
+compile_for = functools.partial(scripts.run_forked, "compile.py")
 CONFIG = "--config=configs/qwen3_1p7b_8gpu.py"
 
 

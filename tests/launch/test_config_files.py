@@ -96,7 +96,7 @@ def test_an_error_that_is_not_the_config_files_has_no_sentence(tmp_path):
 )
 def test_a_script_answers_a_broken_config_file_in_a_sentence(tmp_path, script, code, expected):
     (tmp_path / "mine.py").write_text(f"def get_config():\n    {code}\n")
-    result = scripts.run(script, f"--config={tmp_path / 'mine.py'}")
+    result = scripts.run_forked(script, f"--config={tmp_path / 'mine.py'}")
     scripts.assert_one_sentence(result, f"error: --config={tmp_path}/{expected}")
     assert result.returncode == 2
 
@@ -154,24 +154,24 @@ def test_settings_are_found_by_a_word_of_their_name_or_meaning():
 
 
 def test_the_help_shows_the_values_of_the_named_config():
-    result = scripts.run("train.py", "--config=configs/quickstart.py", "--config.steps=7", "--config_help=steps")
+    result = scripts.run_forked("train.py", "--config=configs/quickstart.py", "--config.steps=7", "--config_help=steps")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].startswith("Values of configs/quickstart.py; ")
     assert "--config.steps=7   # default: 100" in lines
     assert "--config.optimizer.warmup_steps=5   # default: 0" in lines
     assert "--config.trainer.max_skipped_steps=10" in lines
-    unnamed = scripts.run("train.py", "--config_help=steps").stdout.splitlines()
+    unnamed = scripts.run_forked("train.py", "--config_help=steps").stdout.splitlines()
     assert unnamed[0] == "--config.steps=100"
-    refused = scripts.run("train.py", "--config=configs/none.py", "--config_help")
+    refused = scripts.run_forked("train.py", "--config=configs/none.py", "--config_help")
     scripts.assert_one_sentence(refused, "--config=configs/none.py: no such config file")
 
 
 def test_repeated_flags_of_a_tuple_add_up_and_replace_the_files():
     twice = ("--config.tools.use=calculator", "--config.tools.use=search")
-    result = scripts.run("train.py", "--config=configs/python_cpu.py", *twice, "--config_help=tools.use")
+    result = scripts.run_forked("train.py", "--config=configs/python_cpu.py", *twice, "--config_help=tools.use")
     assert "--config.tools.use=('calculator', 'search')   # default: ()" in result.stdout.splitlines()
-    result = scripts.run("train.py", "--config=configs/python_cpu.py", "--config.tools.use=a:b,c:d", "--dry_run")
+    result = scripts.run_forked("train.py", "--config=configs/python_cpu.py", "--config.tools.use=a:b,c:d", "--dry_run")
     written = """--config.tools.use="('a:b','c:d')", or give the flag once for each value"""
     scripts.assert_one_sentence(result, "--config.tools.use: 'a:b,c:d' is no tuple; write", written)
 
@@ -185,15 +185,15 @@ def test_the_help_hides_secrets_of_the_config(tmp_path):
         "    made.task.arguments = {'api_key': 'swordfish'}\n"
         "    return made\n"
     )
-    result = scripts.run("train.py", f"--config={file}", "--config_help=task.arguments")
+    result = scripts.run_forked("train.py", f"--config={file}", "--config_help=task.arguments")
     assert result.returncode == 0, result.stderr
     assert "api_key" in result.stdout
     assert "swordfish" not in result.stdout
 
 
 def test_help_names_the_flag_that_lists_settings():
-    assert "--config_help: List the settings" in scripts.run("simulate.py", "--helpfull").stdout
-    result = scripts.run("train.py", "--config_help=nosuchword")
+    assert "--config_help: List the settings" in scripts.run_forked("simulate.py", "--helpfull").stdout
+    result = scripts.run_forked("train.py", "--config_help=nosuchword")
     assert (result.returncode, "no setting's name" in result.stderr) == (2, True)
 
 
@@ -237,7 +237,7 @@ def test_an_empty_mapping_clears_what_a_config_file_gives():
 
 def test_a_config_file_without_return_is_answered_in_one_sentence_alone(tmp_path):
     (tmp_path / "mine.py").write_text("def get_config():\n    pass\n")
-    result = scripts.run("train.py", f"--config={tmp_path / 'mine.py'}")
+    result = scripts.run_forked("train.py", f"--config={tmp_path / 'mine.py'}")
     assert result.stderr.startswith(
         f"error: --config={tmp_path}/mine.py: get_config() returned nothing; it has to return"
     )

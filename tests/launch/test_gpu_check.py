@@ -187,7 +187,7 @@ def test_a_missing_package_fails_its_own_cases_and_the_command(tmp_path):
 )
 def test_mistakes_are_answered_in_one_sentence(arguments, said, tmp_path):
     environment = {"JAX_PLATFORMS": "cpu"}
-    result = scripts.run("gpu_check.py", f"--output={tmp_path / 'x.json'}", *arguments, environment=environment)
+    result = scripts.run_forked("gpu_check.py", f"--output={tmp_path / 'x.json'}", *arguments, environment=environment)
     scripts.assert_one_sentence(result, said)
     assert result.returncode == 2
 

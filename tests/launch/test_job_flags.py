@@ -16,7 +16,7 @@ SHARED = {
 
 @pytest.mark.parametrize("script", SHARED)
 def test_a_launcher_has_the_shared_flags_and_no_other_names_for_them(script):
-    said = scripts.run(script, "--help", "--config=configs/quickstart.py").stdout
+    said = scripts.run_forked(script, "--help", "--config=configs/quickstart.py").stdout
     told = {line.split(":")[0].strip().removeprefix("--") for line in said.splitlines() if line.startswith("  --")}
     assert set(SHARED[script]) <= told
     assert not told & {"env", "container_image", "cpus", "[no]apply"}
@@ -24,7 +24,7 @@ def test_a_launcher_has_the_shared_flags_and_no_other_names_for_them(script):
 
 @pytest.mark.parametrize("script", SHARED)
 def test_a_launcher_without_a_config_shows_its_usage(script):
-    result = scripts.run(script, "--dry_run")
+    result = scripts.run_forked(script, "--dry_run")
     scripts.assert_one_sentence(result, "error: no --config is given")
     assert (result.returncode, result.stdout) == (2, "")
     assert f"usage: python launch/{script} --config=" in result.stderr

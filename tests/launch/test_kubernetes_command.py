@@ -28,7 +28,7 @@ KINDS = {
 
 
 def render(*arguments: str) -> str:
-    result = scripts.run("kubernetes.py", *NAMED, *arguments, "--dry_run")
+    result = scripts.run_forked("kubernetes.py", *NAMED, *arguments, "--dry_run")
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -101,7 +101,7 @@ def test_a_slice_of_tpu_hosts_is_given_out_together():
 def test_what_is_too_long_for_a_name_keeps_its_hash():
     arguments = (*CONFIG, "--image=i", "--config.name=Qwen3.Very-Long_Name_of_a_Run_That_Does_Not_Fit_Anywhere")
     first, second = (
-        yaml.safe_load(scripts.run("kubernetes.py", *arguments, f"--config.seed={seed}", "--dry_run").stdout)
+        yaml.safe_load(scripts.run_forked("kubernetes.py", *arguments, f"--config.seed={seed}", "--dry_run").stdout)
         for seed in (0, 1)
     )
     for made in (first, second):
@@ -147,7 +147,7 @@ def test_what_cannot_be_rendered_is_refused_in_a_sentence(arguments, fragments):
     given = CONFIG[1:] if arguments[0].startswith("--config=") else NAMED
     if given is not NAMED:
         arguments, given = arguments[:1], ()
-    scripts.assert_one_sentence(scripts.run("kubernetes.py", *given, *arguments), *fragments)
+    scripts.assert_one_sentence(scripts.run_forked("kubernetes.py", *given, *arguments), *fragments)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_what_cannot_be_rendered_is_refused_in_a_sentence(arguments, fragments):
     ],
 )
 def test_a_secret_in_the_clear_is_refused_and_not_repeated(given):
-    result = scripts.run("kubernetes.py", *NAMED, given)
+    result = scripts.run_forked("kubernetes.py", *NAMED, given)
     scripts.assert_one_sentence(result, "secret")
     for value in ("correct-horse", "hf_abc"):
         assert value not in result.stdout + result.stderr
@@ -186,7 +186,7 @@ def test_the_manifest_goes_to_kubectl(end, said, tmp_path, monkeypatch):
     kubectl.write_text(KUBECTL.format(end=end))
     kubectl.chmod(kubectl.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    result = scripts.run("kubernetes.py", *NAMED, *KINDS["rayjob"])
+    result = scripts.run_forked("kubernetes.py", *NAMED, *KINDS["rayjob"])
     assert said in result.stdout + result.stderr
     assert (result.returncode == 0) == ("exit" not in end)
     assert (tmp_path / "kubectl.arguments").read_text().split() == ["apply", "-f", "-"]
@@ -195,7 +195,7 @@ def test_the_manifest_goes_to_kubectl(end, said, tmp_path, monkeypatch):
 
 def test_without_kubectl_it_says_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    scripts.assert_one_sentence(scripts.run("kubernetes.py", *NAMED), "there is no kubectl", "--dry_run")
+    scripts.assert_one_sentence(scripts.run_forked("kubernetes.py", *NAMED), "there is no kubectl", "--dry_run")
 
 
 def test_a_manifest_can_go_to_a_file(tmp_path):

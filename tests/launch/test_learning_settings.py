@@ -187,7 +187,9 @@ def test_differences_of_float32_weights_are_warned_of():
 
 def test_the_fake_engine_is_warned_of():
     assert warned(parameters=1, rollout=config_lib.RolloutConfig(engine="fake")) == ["rollout.engine"]
-    result = scripts.run("train.py", "--config=configs/quickstart.py", "--config.rollout.engine=fake", "--dry_run")
+    result = scripts.run_forked(
+        "train.py", "--config=configs/quickstart.py", "--config.rollout.engine=fake", "--dry_run"
+    )
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("warning: config.rollout.engine: fake is a test double without a model") == 1
     assert "its log-probabilities made up (the mismatch" in result.stderr
@@ -205,7 +207,7 @@ def test_a_dry_run_warns_by_name(tmp_path):
     tasks = tmp_path / "questions.jsonl"
     tasks.write_text("".join(f'{{"prompt": "1+{n}", "answer": "{n + 1}"}}\n' for n in range(40)))
     arguments = (f"--config.task.path={tasks}", "--config.model.preset=Qwen3-1.7B", "--config.task.tokenizer=")
-    result = scripts.run(
+    result = scripts.run_forked(
         "train.py", "--config=configs/questions.py", "--config.model.path=models/none", *arguments, "--dry_run"
     )
     assert result.returncode == 1, result.stderr  # there are no weights, which a dry run says

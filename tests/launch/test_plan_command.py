@@ -9,7 +9,7 @@ import scripts
 
 from libra_jax.utils import checksums
 
-plan = functools.partial(scripts.run, "plan.py")
+plan = functools.partial(scripts.run_forked, "plan.py")
 LINE = {"trajectory_id": "0/0", "prompt_id": "0", "prompt_tokens": 200}
 
 
@@ -65,7 +65,7 @@ def test_a_job_of_a_plan_has_as_many_hosts_as_were_planned(train, hosts, tmp_pat
     buckets = [{"tensor_parallel": 1, "count": 16 - train, "max_remaining_tokens": 8192}]
     (tmp_path / "plan.json").write_text(json.dumps({"for": {"accelerators": 16}, "train": mesh, "rollout": buckets}))
     laid_out = "--config.cluster.accelerators_per_host=8", f"--plan={tmp_path / 'plan.json'}"
-    result = scripts.run("slurm.py", "--config=configs/qwen3_1p7b_8gpu.py", *laid_out, "--dry_run")
+    result = scripts.run_forked("slurm.py", "--config=configs/qwen3_1p7b_8gpu.py", *laid_out, "--dry_run")
     if hosts == 2:
         assert "\n#SBATCH --nodes=2\n" in result.stdout
     else:
@@ -184,7 +184,7 @@ def test_a_real_run_is_planned_from_a_trace_and_laid_out_by_the_plan(tmp_path):
     result = plan(config, f"--trace={trace}", "--accelerators=5", f"--output={output}")
     assert result.returncode == 0, result.stderr
     made = json.loads(output.read_text())
-    shown = scripts.run("train.py", config, f"--plan={output}", "--dry_run")
+    shown = scripts.run_forked("train.py", config, f"--plan={output}", "--dry_run")
     assert shown.returncode == 0, shown.stderr
     assert f"data={made['train']['data']} fsdp={made['train']['fsdp']}" in shown.stdout
     wide = sum(bucket["count"] for bucket in made["rollout"])
@@ -195,7 +195,7 @@ def test_a_simulation_is_laid_out_by_a_plan_and_a_file_that_is_none_is_refused(t
     output = tmp_path / "plan.json"
     search = ("--config=configs/simulate.py:search", "--config.steps=1", "--config.coordinator.groups_per_step=4")
     assert plan(*search, f"--output={output}").returncode == 0
-    simulated = scripts.run("simulate.py", *search, f"--plan={output}", "--policies=cmlfq", "--jobs=1")
+    simulated = scripts.run_forked("simulate.py", *search, f"--plan={output}", "--policies=cmlfq", "--jobs=1")
     assert simulated.returncode == 0, simulated.stderr
     assert "cmlfq" in simulated.stdout
     written, made = output.read_text(), checksums.read_object(output)
@@ -210,9 +210,9 @@ def test_a_simulation_is_laid_out_by_a_plan_and_a_file_that_is_none_is_refused(t
         (written.replace('"devices": ', '"devices": 1'), "its checksum is not the one it was written with"),
     ):
         output.write_text(text)
-        refused = scripts.run("simulate.py", *search, f"--plan={output}", "--policies=cmlfq")
+        refused = scripts.run_forked("simulate.py", *search, f"--plan={output}", "--policies=cmlfq")
         scripts.assert_one_sentence(refused, "plan.json", fragment)
-    missing = scripts.run(
+    missing = scripts.run_forked(
         "train.py", "--config=configs/planned_cpu.py", f"--plan={tmp_path / 'none.json'}", "--dry_run"
     )
     scripts.assert_one_sentence(missing, "none.json: the plan cannot be read")

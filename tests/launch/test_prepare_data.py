@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from libra_jax.environments import datasets
 
-prepare = functools.partial(scripts.run, "prepare_data.py")
+prepare = functools.partial(scripts.run_forked, "prepare_data.py")
 
 
 @pytest.fixture

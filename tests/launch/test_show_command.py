@@ -16,7 +16,7 @@ def saved(workdir: Path) -> Path:
 
 
 def show(workdir: Path, *flags: str) -> str:
-    done = scripts.run("show.py", str(workdir), *flags)
+    done = scripts.run_forked("show.py", str(workdir), *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,10 +38,12 @@ def test_show_prints_the_last_step_and_what_flags_choose(tmp_path):
 
 
 def test_show_says_in_a_sentence_what_it_does_not_find(tmp_path):
-    scripts.assert_one_sentence(scripts.run("show.py", str(tmp_path)), "no rollouts were saved", "telemetry.samples")
+    scripts.assert_one_sentence(
+        scripts.run_forked("show.py", str(tmp_path)), "no rollouts were saved", "telemetry.samples"
+    )
 
 
 def test_show_without_a_workdir_says_the_usage():
-    result = scripts.run("show.py")
+    result = scripts.run_forked("show.py")
     scripts.assert_one_sentence(result, "error: no WORKDIR is given; usage: python launch/show.py WORKDIR [FLAG ...]")
     assert result.returncode == 2

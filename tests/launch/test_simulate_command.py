@@ -39,7 +39,7 @@ SMALL = (
     "--config.steps=3",
 )
 
-simulate = functools.partial(scripts.run, "simulate.py")
+simulate = functools.partial(scripts.run_forked, "simulate.py")
 
 
 def record(index: int, tokens: tuple[int, ...]) -> str:

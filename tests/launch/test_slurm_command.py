@@ -12,7 +12,7 @@ import scripts
 from configs import quickstart
 from libra_jax import config as config_lib
 
-slurm = functools.partial(scripts.run, "slurm.py", "--config=configs/quickstart.py")
+slurm = functools.partial(scripts.run_forked, "slurm.py", "--config=configs/quickstart.py")
 
 
 def test_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path):
@@ -75,11 +75,11 @@ def test_bad_input_gets_one_sentence(monkeypatch, tmp_path, flags, fragments):
 def test_a_dry_run_says_what_is_a_guess_and_what_stays_idle(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     flags = ("--config=configs/questions.py:no-one/none-such", "--config.trainer.platform=cuda", "--dry_run")
-    result = scripts.run("slurm.py", *flags, "--config.cluster.accelerators_per_host=8")
+    result = scripts.run_forked("slurm.py", *flags, "--config.cluster.accelerators_per_host=8")
     assert result.returncode == 0, result.stderr
     assert "1 of 8 on host 0, 1 of 8 on host 1, so 14 stay idle" in result.stderr
     assert "the memory of a host is a guess; give --memory" in result.stderr
-    assert "is a guess" not in scripts.run("slurm.py", *flags, "--memory=64G").stderr
+    assert "is a guess" not in scripts.run_forked("slurm.py", *flags, "--memory=64G").stderr
 
 
 def test_a_dry_run_refuses_a_workdir_that_a_file_is_in_the_way_of(tmp_path):

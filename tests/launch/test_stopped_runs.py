@@ -97,9 +97,9 @@ def test_a_second_start_is_refused_and_one_that_takes_over_ends_the_first_and_tr
     workdir, endless = tmp_path / "run", ("--config.rollout.engine=fake", "--config.steps=4000")
     first = start(*endless)
     wait(first, workdir, 2)
-    refused = scripts.run("train.py", *SETTINGS, *endless, f"--workdir={workdir}", seconds=60)
+    refused = scripts.run_forked("train.py", *SETTINGS, *endless, f"--workdir={workdir}", seconds=60)
     scripts.assert_one_sentence(refused, f"in use by the run of process {first.pid} on ", "--take_over")
-    shown = scripts.run("status.py", str(workdir))
+    shown = scripts.run_forked("status.py", str(workdir))
     assert (shown.returncode, "It lives." in shown.stdout, "trainer" in shown.stdout) == (0, True, True)
     second = start(*endless, "--take_over")
     assert first.wait(timeout=LIMIT_SECONDS) == 1
@@ -108,12 +108,12 @@ def test_a_second_start_is_refused_and_one_that_takes_over_ends_the_first_and_tr
     wait(second, workdir, len(real_runs.lines(workdir / "metrics.jsonl")) + 3)
     second.kill()
     second.wait(timeout=30)
-    shown = scripts.run("status.py", str(workdir))
+    shown = scripts.run_forked("status.py", str(workdir))
     assert (shown.returncode, "DEAD: its process is gone" in shown.stdout) == (1, True)
     steps = len(real_runs.lines(workdir / "metrics.jsonl")) + 2
     assert start("--config.rollout.engine=fake", f"--config.steps={steps}").wait(timeout=LIMIT_SECONDS) == 0
     assert_each_prompt_trained_once(workdir, steps)
-    shown = scripts.run("status.py", str(workdir))
+    shown = scripts.run_forked("status.py", str(workdir))
     assert (shown.returncode, "It has ended (done)." in shown.stdout) == (0, True)
 
 

@@ -75,12 +75,14 @@ def test_each_coefficient_is_moved_both_ways_and_the_order_told(tmp_path):
     ],
 )
 def test_what_cannot_be_swept_is_refused_in_a_sentence(arguments, fragments, tmp_path):
-    result = scripts.run("sweep.py", *arguments, f"--output={tmp_path}")
+    result = scripts.run_forked("sweep.py", *arguments, f"--output={tmp_path}")
     scripts.assert_one_sentence(result, *fragments)
 
 
 def test_a_dry_run_leaves_no_folder_behind(tmp_path):
-    result = scripts.run("sweep.py", "--configs=configs/quickstart.py", "--dry_run", f"--output={tmp_path / 'runs'}")
+    result = scripts.run_forked(
+        "sweep.py", "--configs=configs/quickstart.py", "--dry_run", f"--output={tmp_path / 'runs'}"
+    )
     assert result.returncode == 0, result.stderr
     assert "launch/train.py --config=configs/quickstart.py --config.seed=0" in result.stdout
     assert not list(tmp_path.iterdir())

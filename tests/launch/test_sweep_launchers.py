@@ -248,7 +248,7 @@ def test_a_sweep_is_given_to_kubernetes_run_by_run(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     arguments = (f"--of={tmp_path}/small.py", "--configs=hosts", "--seeds=0,1", f"--output={tmp_path}/runs")
     launcher = ("--launcher=kubernetes", f"--launcher_flags=--image=i --mount={tmp_path}/runs")
-    result = scripts.run("sweep.py", *arguments, *launcher)
+    result = scripts.run_forked("sweep.py", *arguments, *launcher)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("rayjob.ray.io/mine created") == 2
     applied = (tmp_path / "applied").read_text()
@@ -293,5 +293,5 @@ def test_a_grid_runs_here_tells_what_failed_and_goes_on(tmp_path):
     ],
 )
 def test_what_cannot_be_submitted_is_refused_in_a_sentence(arguments, fragments, tmp_path):
-    result = scripts.run("sweep.py", *arguments, f"--output={tmp_path}", "--launcher=here")
+    result = scripts.run_forked("sweep.py", *arguments, f"--output={tmp_path}", "--launcher=here")
     scripts.assert_one_sentence(result, *fragments)

@@ -49,14 +49,14 @@ def doubles(tmp_path, monkeypatch):
 
 def test_the_script_is_the_golden_one():
     arguments = (*CONFIG, *WHERE, *POD, "--create_flags=--spot --labels=team=rl", "--setup=git -C libra-jax pull")
-    result = scripts.run("tpu.py", *arguments, "--dry_run")
+    result = scripts.run_forked("tpu.py", *arguments, "--dry_run")
     assert result.returncode == 0, result.stderr
     golden_files.assert_golden("tpu.sh", result.stdout)
 
 
 def test_the_pod_is_asked_for_joined_by_ray_and_given_back(doubles):
     log = doubles()
-    result = scripts.run("tpu.py", *CONFIG, *WHERE, *POD, "--delete", "--create_flags=--spot")
+    result = scripts.run_forked("tpu.py", *CONFIG, *WHERE, *POD, "--delete", "--create_flags=--spot")
     assert result.returncode == 0, result.stderr
     calls = log.read_text().splitlines()
     order = [
@@ -81,7 +81,7 @@ def test_the_pod_is_asked_for_joined_by_ray_and_given_back(doubles):
 
 def test_the_drivers_status_is_the_scripts_and_no_ray_and_no_token_stay_behind(doubles):
     log = doubles(status=75)
-    assert scripts.run("tpu.py", *CONFIG, *WHERE, *POD).returncode == 75
+    assert scripts.run_forked("tpu.py", *CONFIG, *WHERE, *POD).returncode == 75
     calls = log.read_text().splitlines()
     driven = next(place for place, call in enumerate(calls) if "launch/train.py" in call)
     ending = [call for call in calls[driven:] if "rm -f ~/.ray/auth_token" in call]
@@ -92,7 +92,7 @@ def test_the_drivers_status_is_the_scripts_and_no_ray_and_no_token_stay_behind(d
 
 def test_the_drivers_status_is_the_scripts_also_where_the_pod_cannot_be_given_back(doubles):
     doubles(status=75, deletes=1)
-    result = scripts.run("tpu.py", *CONFIG, *WHERE, *POD, "--delete")
+    result = scripts.run_forked("tpu.py", *CONFIG, *WHERE, *POD, "--delete")
     assert result.returncode == 75, result.stderr
     assert "mine may still be asked for" in result.stderr
 
@@ -100,7 +100,7 @@ def test_the_drivers_status_is_the_scripts_also_where_the_pod_cannot_be_given_ba
 def test_a_pod_that_is_there_is_not_asked_for_again(doubles):
     log = doubles()
     log.with_suffix(".made").touch()
-    assert scripts.run("tpu.py", *CONFIG, *WHERE, *POD).returncode == 0
+    assert scripts.run_forked("tpu.py", *CONFIG, *WHERE, *POD).returncode == 0
     assert "queued-resources create" not in log.read_text()
 
 
@@ -120,4 +120,4 @@ def test_a_pod_that_is_there_is_not_asked_for_again(doubles):
     ],
 )
 def test_what_cannot_be_rendered_is_refused_in_a_sentence(arguments, fragments):
-    scripts.assert_one_sentence(scripts.run("tpu.py", *CONFIG, *WHERE, *POD, *arguments), *fragments)
+    scripts.assert_one_sentence(scripts.run_forked("tpu.py", *CONFIG, *WHERE, *POD, *arguments), *fragments)

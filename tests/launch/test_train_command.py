@@ -16,7 +16,7 @@ from libra_jax.build import workdirs
 QUICKSTART = "--config=configs/quickstart.py"
 REAL_SIZE = "--config=configs/qwen3_1p7b_8gpu.py"
 
-train = functools.partial(scripts.run, "train.py")
+train = functools.partial(scripts.run_forked, "train.py")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_dry_run_shows_columns_that_nothing_reads_and_what_an_environment_gave(t
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps({"meta": {"gold": 5}, **row}) + "\n" for row in rows))
     arguments = {"holdout": 0, "missing_answers": "skip", "columns": {"gold": "meta.gold"}}
-    result = scripts.run(
+    result = scripts.run_forked(
         "train.py",
         "--config=configs/questions.py",
         f"--config.task.path={tasks}",

@@ -1,31 +1,18 @@
 """`launch/twin.py` as a user meets it: its table and files, and one sentence where there is no run."""
 
+import functools
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+import scripts
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "launch/twin.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+command = functools.partial(scripts.run_forked, "twin.py")
 
 
 @pytest.fixture
 def workdir(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    monkeypatch.syspath_prepend(str(ROOT / "tests/simulator"))
+    monkeypatch.syspath_prepend(str(scripts.ROOT / "tests/simulator"))
     import recorded_runs
 
     recorded_runs.record(tmp_path)
