@@ -101,7 +101,7 @@ def main() -> None:
     if _INVENTORY.value is not None:
         _print_assignments()
         return
-    case = planned.case(config_lib.to_dict(_CONFIG.value), _request())
+    # Before the workload is sampled, which takes seconds.
     if (_OBJECTIVE.value == "cheapest") != (_WITHIN.value is not None):
         raise protocols.ConfigError(
             "--within: give the seconds of a step with --objective=cheapest, and only with that"
@@ -112,10 +112,11 @@ def main() -> None:
         )
     if _SWEEP.value and _OUTPUT.value is not None:
         raise protocols.ConfigError("--output: a sweep writes no file; leave --output or --sweep out")
-    if _SWEEP.value and case.run.planner.simulate_top:
+    if _SWEEP.value and _CONFIG.value.planner.simulate_top:
         raise protocols.ConfigError(
             "--sweep: simulates no plan; set --config.planner.simulate_top=0, or leave --sweep out"
         )
+    case = planned.case(config_lib.to_dict(_CONFIG.value), _request())
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
         cli.check_output(output)

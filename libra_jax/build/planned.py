@@ -365,6 +365,8 @@ def _of_simulation(values: Mapping[str, Any], request: PlanRequest) -> Case:
     devices = run.simulation.train_devices + sum(run.rollout.tensor_parallel)
     if not (named or request.length_flags):
         run = comparison.prepare(run, [run.scheduler.policy])
+    # A mistyped name is refused before the workload is sampled, which takes seconds.
+    model, slots = run.simulation.cost_model(run.model.lora), run.simulation.instance_slots(run.rollout)
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
     size = run.coordinator.group_size
     # Every n-th task, so that the sample spans the whole workload and stays near SAMPLES.
@@ -372,7 +374,6 @@ def _of_simulation(values: Mapping[str, Any], request: PlanRequest) -> Case:
     rollouts = [workload.script(task, sample) for task in range(0, groups, every) for sample in samples]
     rollouts = scripts.reshaped(rollouts, request.lengths)
     source = Path(run.workload.trace).name if run.workload.trace else run.workload.shape
-    model, slots = run.simulation.cost_model(run.model.lora), run.simulation.instance_slots(run.rollout)
     if request.length_flags:
         run = _limited(run, max(script.context_tokens for script in rollouts), request)
     if (named or request.length_flags) and not SLOTS & request.overrides:
