@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,19 +81,13 @@ def observed(
     """
     loop = asyncio.get_running_loop()
 
-    def waits() -> Sequence[status.Waiting]:
-        now = loop.time()
-        return [
-            status.Waiting(wait.subject, now - wait.began, wait.seconds, wait.turn.queued) for wait in deadlines.waits()
-        ]
-
     try:
         earlier = status.read(workdir)
     except protocols.DataError:  # the heartbeat replaces it at once
         earlier = None
     step = max(0, checkpoints.newest_step(workdir))
     number = fencing_token.number if fencing_token else 0
-    run = status.RunStatus(config.name, config.steps, number, loop.time, waits, earlier=earlier, step=step)
+    run = status.RunStatus(config.name, config.steps, number, loop.time, deadlines.waits, earlier=earlier, step=step)
     guard = files.always if fencing_token is None else fencing_token.may_write
     with contextlib.ExitStack() as closing:
         if config.telemetry.port:

@@ -19,13 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from libra_jax import protocols
 from libra_jax.telemetry import console, escapes, files, sinks
-from libra_jax.utils import checksums, machine, user_code
+from libra_jax.utils import checksums, deadlines, machine, user_code
 
 STATUS_FILE = "status.json"
 
@@ -45,23 +44,6 @@ STUCK_SECONDS = 20.0
 
 NOTES = 5
 REPLACED = "groups/replaced_"
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A wait that is under way.
-
-    Attributes:
-      subject: Who is waited for, and for what.
-      seconds: Seconds so far.
-      deadline: Largest number of seconds.
-      queued: Whether it waits for its turn. This time does not count.
-    """
-
-    subject: str
-    seconds: float
-    deadline: float
-    queued: bool
 
 
 class RunStatus(sinks.Sink):
@@ -87,7 +69,7 @@ class RunStatus(sinks.Sink):
         steps: int,
         fencing_token: int,
         clock: Callable[[], float],
-        waits: Callable[[], Sequence[Waiting]] = tuple,
+        waits: Callable[[], Sequence[deadlines.Wait]] = tuple,
         *,
         earlier: Mapping[str, Any] | None = None,
         step: int = 0,
@@ -162,14 +144,18 @@ class RunStatus(sinks.Sink):
     def view(self) -> dict[str, Any]:
         """Returns the whole state as plain values for JSON. Durations count until now."""
         now = self._clock()
+        waits: list[dict[str, Any]] = [
+            {"subject": wait.subject, "seconds": now - wait.began, "deadline": wait.seconds, "queued": wait.turn.queued}
+            for wait in self._waits()
+        ]
         # The waits that are nearest to their deadlines come first, because a screen shows only a few.
-        waits = sorted(self._waits(), key=lambda wait: -wait.seconds / wait.deadline)
+        waits.sort(key=lambda wait: -wait["seconds"] / wait["deadline"])
         silent = now - self._answered
         seconds = (now if self._ended_at is None else self._ended_at) - self._began
         problems = [
-            f"{wait.subject} has taken {wait.seconds:.0f} s of the {wait.deadline:g} s it may take."
+            f"{wait['subject']} has taken {wait['seconds']:.0f} s of the {wait['deadline']:g} s it may take."
             for wait in waits
-            if wait.seconds > wait.deadline and not wait.queued
+            if wait["seconds"] > wait["deadline"] and not wait["queued"]
         ]
         if silent > SILENT_SECONDS:
             problems.insert(0, f"The event loop has not answered for {silent:.0f} s.")
@@ -187,7 +173,7 @@ class RunStatus(sinks.Sink):
                 name: {"doing": text, "seconds": max(0.0, now - since)}
                 for name, (text, since) in dict(self._workers).items()
             },
-            "waits": [files.finite(vars(wait)) for wait in waits[:NOTES]],
+            "waits": files.finite(waits[:NOTES]),
             # Copied in one step, because the event loop's thread may add an entry at the same time.
             "failures": {worker: count for worker, count in dict(self._failures).items() if count},
             "replaced": dict(self._replaced),

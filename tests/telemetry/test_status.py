@@ -19,7 +19,7 @@ from rich.console import Console
 
 from libra_jax import protocols
 from libra_jax.telemetry import console, files, memory, screen, status
-from libra_jax.utils import checksums
+from libra_jax.utils import checksums, deadlines, turns
 
 HOUR = 3600.0
 
@@ -35,6 +35,11 @@ class Clock:
 
 def run_status(clock: Clock | None = None, **further: Any) -> status.RunStatus:
     return status.RunStatus("demo", 12, 3, clock or Clock(), **further)
+
+
+def waiting(subject: str, seconds: float, deadline: float, *, queued: bool = False) -> deadlines.Wait:
+    """A wait that has taken `seconds` at the clock's first time."""
+    return deadlines.Wait(subject, deadline, Clock.now - seconds, turns.Turn(queued))
 
 
 def written(workdir: Path, **changes: Any) -> dict[str, Any]:
@@ -85,9 +90,9 @@ def test_no_number_is_cut_on_a_terminal_of_80_columns():
 def test_a_silent_event_loop_and_a_wait_past_its_deadline_are_problems_and_a_queue_is_none():
     clock = Clock()
     waits = [
-        status.Waiting("The trainer, asked to take a step,", 31.0, 30.0, queued=False),
-        status.Waiting("The start of engine-1", 400.0, 300.0, queued=True),
-        status.Waiting("Engine engine-0", 1.0, 30.0, queued=False),
+        waiting("The trainer, asked to take a step,", 31.0, 30.0),
+        waiting("The start of engine-1", 400.0, 300.0, queued=True),
+        waiting("Engine engine-0", 1.0, 30.0),
     ]
     run = run_status(clock, waits=lambda: waits)
     assert run.view()["problems"] == ["The trainer, asked to take a step, has taken 31 s of the 30 s it may take."]
@@ -251,7 +256,7 @@ def test_a_file_that_is_no_runs_is_named(tmp_path, content):
 
 @pytest.mark.parametrize(("deadline", "told"), [(math.inf, "any time"), (20.0, "20 s")])
 def test_a_wait_without_a_limit_is_read_back_and_shown(tmp_path, deadline, told):
-    waits = [status.Waiting("engine-0's start", 3.0, deadline, queued=False)]
+    waits = [waiting("engine-0's start", 3.0, deadline)]
     view = run_status(waits=lambda: waits).view()
     (tmp_path / status.STATUS_FILE).write_bytes(files.json_line(view))
     record = status.read(tmp_path)
