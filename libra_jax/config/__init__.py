@@ -16,6 +16,7 @@ from libra_jax.config.algorithm import (
     GROUP_ADVANTAGES,
     KL_ESTIMATORS,
     LOSSES,
+    REWARD_ADVANTAGES,
     AlgorithmConfig,
     CriticConfig,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "PROJECTIONS",
     "REMOVED",
     "RENAMED",
+    "REWARD_ADVANTAGES",
     "AlgorithmConfig",
     "CheckpointConfig",
     "ClusterConfig",

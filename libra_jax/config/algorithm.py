@@ -24,6 +24,8 @@ ADVANTAGES = (
 )
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the rewards of a group."""
+REWARD_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+"""Advantages that are one number a rollout, computed from the rewards of its group alone."""
 WHITENED_ADVANTAGES = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantages that are divided by the standard deviation of the whole batch's."""
 BASELINES = ("mean", "leave_one_out", "length", "minimum_variance")
@@ -240,6 +242,15 @@ class AlgorithmConfig:
     def scores_reference(self) -> bool:
         """True if the trainer scores each batch with a reference model of its own."""
         return self.kl_coefficient > 0 and not self.teacher_served
+
+    @property
+    def compares_only_rewards(self) -> bool:
+        """True if a rollout's advantage is one number, computed from the rewards of its group alone."""
+        return (
+            self.advantage in REWARD_ADVANTAGES
+            and self.baseline in ("mean", "leave_one_out")
+            and not (self.kl_in_reward and self.kl_coefficient)
+        )
 
     @property
     def updates(self) -> int:

@@ -19,35 +19,17 @@ from libra_jax import protocols
 from libra_jax.data import row_places
 from libra_jax.data import sequences as sequences_lib
 
-REWARD_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
-"""Advantages that are one number a rollout, computed from the rewards of its group alone."""
-
-
-def of_rewards(config: config_lib.AlgorithmConfig) -> bool:
-    """Returns True if a rollout's advantage is one number, computed from the rewards of its group alone."""
-    return (
-        config.advantage in REWARD_ADVANTAGES
-        and config.baseline in ("mean", "leave_one_out")
-        and not (config.kl_in_reward and config.kl_coefficient)
-    )
-
 
 def divides(config: config_lib.RunConfig) -> bool:
     """Returns True if processes can train on parts of a batch: nothing but the devices looks at all its tokens."""
     algorithm = config.algorithm
     return (
-        of_rewards(algorithm)
+        algorithm.compares_only_rewards
         and algorithm.loss not in config_lib.BATCH_LOSSES
         and algorithm.entropy_share == 1
         and not config.critic.enabled
         and not config.trainer.share_prompt
     )
-
-
-def minibatches(config: config_lib.RunConfig, groups: Sequence[protocols.Group]) -> list[Sequence[protocols.Group]]:
-    """Returns the groups of each mini-batch, in order; some may be empty."""
-    parts = np.array_split(np.arange(len(groups)), config.algorithm.minibatches)
-    return [[groups[index] for index in part] for part in parts]
 
 
 def divide(
@@ -82,12 +64,12 @@ def divide(
             holders.setdefault(row, []).append(holding)
     # Begun groups are packed apart from the rest, by a trainer that has lost their sums.
     for part in (batch.of(batch.begun), batch.rest):
-        for of_minibatch in minibatches(config, part.groups):
-            member_numbers = [numbers[id(rollout)] for group in of_minibatch for rollout in group.trajectories]
-            examples = [sequences_lib.of_outline(outlined[number]) for number in member_numbers]
-            for place in row_places.place(examples, config.trainer, len(holders)).places:
-                for holding in holders[place.row]:
-                    holding[member_numbers[place.example]] = rollouts[member_numbers[place.example]]
+        member_numbers = [numbers[id(rollout)] for group in part.groups for rollout in group.trajectories]
+        examples = [sequences_lib.of_outline(outlined[number]) for number in member_numbers]
+        sizes = row_places.minibatch_sizes(config, part.groups)
+        for place in row_places.place(examples, config.trainer, len(holders), sizes).places:
+            for holding in holders[place.row]:
+                holding[member_numbers[place.example]] = rollouts[member_numbers[place.example]]
     # Rollouts without a trained token lie in no row. One process checks them, as it would those of a whole batch.
     first = rollouts_by_rows[tuple(sorted(rows[0]))]
     for number, rollout in enumerate(outlined):

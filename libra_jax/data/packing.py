@@ -5,6 +5,8 @@ mask, behaviour log-probability and so on belong to token j + 1. Columns after t
 effect and are left out. Several sequences share a row, separated by segment ids (1, 2, ...; 0 is padding). Each
 sequence starts at position 0. `row_places` assigns sequences to rows. Numpy only, deterministic.
 
+One indexing operation a field takes the columns of all sequences, because most are short.
+
 A process of a trainer may have the tokens of its own rows alone. Other rows of its micro-batches are empty then.
 
 A rollout of several segments becomes a tree of tokens (`trees`), or parts of one. Trees have micro-batches of their
@@ -13,21 +15,20 @@ number the sequences of a row; they are not the segments of a rollout.
 
 With `trainer.share_prompt`, rollouts of one prompt that follow each other are one tree, too (`shared_prompts`).
 
-Letters: B rows of a micro-batch, T columns of a row, M sequences that a row may hold.
+Letters: C columns of all sequences, N tokens of an example, B rows of a micro-batch, T columns of a row, M sequences
+that a row may hold.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from libra_jax import config as config_lib
-from libra_jax.data import columns as columns_lib
 from libra_jax.data import row_places
 from libra_jax.data import sequences as sequences_lib
 from libra_jax.models import rows
@@ -90,27 +91,80 @@ ROLLOUT_TOKENS = "rollout_tokens"
 
 
 @dataclass(frozen=True)
+class Columns:
+    """The columns of the sequences whose tokens this process has, one sequence after the other. C is their number.
+
+    Attributes:
+      shapes: shape of each micro-batch.
+      place_C: index of the column in the micro-batches, each flattened, one after the other.
+      example_C: example that the column is of.
+      inputs_C: index of its input token in the example.
+      targets_C: index of the token that it predicts; `sequences.NONE` without one.
+    """
+
+    shapes: Sequence[tuple[int, int]]
+    place_C: np.ndarray
+    example_C: np.ndarray
+    inputs_C: np.ndarray
+    targets_C: np.ndarray
+
+    def of_inputs(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the value of each column's input token, [C], of one array [N] an example."""
+        return _end_to_end(values)[self.tokens([len(value) for value in values], self.inputs_C)]
+
+    def of_targets(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the value of each column's target, [C], of one array [N] an example; 0 for columns without one."""
+        values_C = _end_to_end(values)[self.tokens([len(value) for value in values], np.maximum(self.targets_C, 0))]
+        return np.where(self.targets_C == sequences_lib.NONE, values_C.dtype.type(0), values_C)
+
+    def tokens(self, lengths: Sequence[int], index_C: np.ndarray) -> np.ndarray:
+        """Returns the index in all examples' tokens, [C], of a token of each column's example."""
+        counts = np.array(lengths, np.int64)
+        # Past the end of its example, an index would read the next one's.
+        assert (index_C < counts[self.example_C]).all()
+        return (np.cumsum(counts) - counts)[self.example_C] + index_C
+
+    def lay_out(self, values_C: np.ndarray, dtype: npt.DTypeLike) -> list[np.ndarray]:
+        """Returns one array [B, T] a micro-batch with the columns' values, 0 elsewhere."""
+        sizes = [rows * width for rows, width in self.shapes]
+        flat = np.zeros(sum(sizes), dtype)
+        flat[self.place_C] = values_C
+        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+@dataclass(frozen=True)
 class Packed:
     """Micro-batches, and the places of all sequences in them.
 
     Attributes:
-      micro_batches: micro-batches in order of row length, those of trees last; of each part, if parts were joined.
+      micro_batches: micro-batches of each mini-batch in order of row length, those of trees last.
       places: places of the sequences, examples in the given order. An example without a trained prediction has none;
         one that was split has several.
       layouts: layout of each place's sequence.
       columns: columns of the places whose tokens this process has.
       examples: number of examples.
-      padding_fraction: fraction of all columns that hold no token.
+      minibatches: micro-batches of each mini-batch, at least one.
       shared_columns: columns that were saved because segments share tokens.
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    places: tuple[columns_lib.Place, ...]
-    layouts: tuple[row_places.Layout, ...]
-    columns: columns_lib.Columns
+    places: Sequence[row_places.Place]
+    layouts: Sequence[row_places.Layout]
+    columns: Columns
     examples: int
-    padding_fraction: float
+    minibatches: Sequence[range]
     shared_columns: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of columns of all micro-batches, padding included."""
+        return sum(count * width for count, width in self.columns.shapes)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Fraction of all columns that hold no token."""
+        return 1.0 - sum(place.columns for place in self.places) / self.size
 
     def scatter(self, values: Sequence[np.ndarray | float]) -> list[np.ndarray]:
         """Lays per-sequence values out as one float32 [B, T] array per micro-batch, 0 in padding.
@@ -121,9 +175,9 @@ class Packed:
         """
         assert len(values) == self.examples
         if all(np.ndim(value) == 0 for value in values):
-            return self.columns.laid_out(np.asarray(values, np.float32)[self.columns.example_C], np.float32)
+            return self.columns.lay_out(np.asarray(values, np.float32)[self.columns.example_C], np.float32)
         # A column holds the prediction of its target, so it takes the target's value.
-        return self.columns.laid_out(self.columns.of_targets([np.asarray(value) for value in values]), np.float32)
+        return self.columns.lay_out(self.columns.of_targets([np.asarray(value) for value in values]), np.float32)
 
     def sequence_lengths(self, number: int) -> np.ndarray:
         """Returns the tokens of each sequence of a micro-batch, int32 [B, M]; 0 for sequences that do not exist.
@@ -140,9 +194,9 @@ class Packed:
         return lengths_BxM
 
     @functools.cached_property
-    def _of_micro_batches(self) -> dict[int, list[columns_lib.Place]]:
+    def _of_micro_batches(self) -> dict[int, list[row_places.Place]]:
         """The places of each micro-batch."""
-        places: dict[int, list[columns_lib.Place]] = {}
+        places: dict[int, list[row_places.Place]] = {}
         for place in self.places:
             places.setdefault(place.micro_batch, []).append(place)
         return places
@@ -153,7 +207,7 @@ class Packed:
         The numbers index all trained tokens of these micro-batches in the order of their columns.
         """
         trained = [item.mask & (number in part) for number, item in enumerate(self.micro_batches)]
-        chosen_C = columns_lib.end_to_end([np.ravel(mask) for mask in trained])[self.columns.place_C]
+        chosen_C = _end_to_end([np.ravel(mask) for mask in trained])[self.columns.place_C]
         places_K, examples_K, targets_K = (
             values_C[chosen_C] for values_C in (self.columns.place_C, self.columns.example_C, self.columns.targets_C)
         )
@@ -201,81 +255,82 @@ class Packed:
           arrays: one [B, T] array per micro-batch.
           lengths: N of each example.
         """
-        return self.columns.gathered(arrays, lengths)
+        columns = self.columns
+        assert [array.shape for array in arrays] == list(columns.shapes)
+        has_target = columns.targets_C != sequences_lib.NONE
+        token_C = columns.tokens(lengths, columns.targets_C)
+        values_C = _end_to_end([np.ravel(array) for array in arrays])[columns.place_C]
+        flat = np.zeros(sum(lengths), np.float32)
+        flat[token_C[has_target]] = values_C[has_target]
+        return np.split(flat, np.cumsum(lengths)[:-1]) if lengths else []
 
 
-def joined(parts: Sequence[Packed]) -> Packed:
-    """Returns several packed batches as one, with their micro-batches and examples one after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    micro_batches: list[MicroBatch] = []
-    places: list[columns_lib.Place] = []
-    examples = 0
-    for part in parts:
-        places += [
-            dataclasses.replace(
-                place, example=place.example + examples, micro_batch=place.micro_batch + len(micro_batches)
-            )
-            for place in part.places
-        ]
-        micro_batches += part.micro_batches
-        examples += part.examples
-    layouts = tuple(layout for part in parts for layout in part.layouts)
-    sizes = [sum(item.tokens.size for item in part.micro_batches) for part in parts]
-    padding = sum(part.padding_fraction * size for part, size in zip(parts, sizes, strict=True))
-    return Packed(
-        tuple(micro_batches),
-        tuple(places),
-        layouts,
-        columns_lib.Columns.joined([part.columns for part in parts], [part.examples for part in parts]),
-        examples,
-        padding / max(1, sum(sizes)),
-        sum(part.shared_columns for part in parts),
-    )
-
-
-def pack(examples: Sequence[sequences_lib.Example], config: config_lib.TrainerConfig) -> Packed:
+def pack(
+    examples: Sequence[sequences_lib.Example], config: config_lib.TrainerConfig, minibatches: Sequence[int] = ()
+) -> Packed:
     """Packs `examples` into micro-batches of `config.micro_batch_rows` rows; empty rows fill the last.
+
+    Args:
+      minibatches: number of examples of each mini-batch; default: all examples are one.
 
     Raises:
       ConfigError: a sequence is longer than the longest row.
     """
-    placement = row_places.place(examples, config, config.micro_batch_rows)
+    placement = row_places.place(examples, config, config.micro_batch_rows, minibatches)
+    # Of other sequences, this process has outlines alone.
     local_sequences = [
         (place, layout)
         for place, layout in zip(placement.places, placement.layouts, strict=True)
         if examples[place.example].outline is None
     ]
-    columns = columns_lib.Columns.of(
-        [place for place, _ in local_sequences], [layout for _, layout in local_sequences], placement.shapes
+    columns = _columns(local_sequences, placement.shapes)
+    micro_batches = _micro_batches(examples, columns, local_sequences, placement.of_trees)
+    return Packed(
+        tuple(micro_batches),
+        placement.places,
+        placement.layouts,
+        columns,
+        len(examples),
+        placement.minibatches,
+        placement.saved,
     )
-    micro_batches = _filled(examples, columns, local_sequences, placement.plain)
-    total = sum(math.prod(shape) for shape in placement.shapes)
-    used = sum(layout.columns for layout in placement.layouts)
-    padding = 1.0 - float(used) / total if total else 0.0
-    places, layouts = tuple(placement.places), tuple(placement.layouts)
-    return Packed(tuple(micro_batches), places, layouts, columns, len(examples), padding, placement.saved)
 
 
-def _filled(
+def _columns(
+    local_sequences: Sequence[tuple[row_places.Place, row_places.Layout]], shapes: Sequence[tuple[int, int]]
+) -> Columns:
+    """Joins the columns of placed sequences."""
+    places, layouts = [place for place, _ in local_sequences], [layout for _, layout in local_sequences]
+    counts = np.array([place.columns for place in places], np.int64)
+    begins = np.cumsum([0, *(rows * width for rows, width in shapes)])
+    starts = [begins[at.micro_batch] + at.row * shapes[at.micro_batch][1] + at.start for at in places]
+    within_C = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Columns(
+        shapes,
+        place_C=np.repeat(np.array(starts, np.int64), counts) + within_C,
+        example_C=np.repeat(np.array([place.example for place in places], np.int64), counts),
+        inputs_C=_end_to_end([layout.inputs_C for layout in layouts]),
+        targets_C=_end_to_end([layout.targets_C for layout in layouts]),
+    )
+
+
+def _micro_batches(
     examples: Sequence[sequences_lib.Example],
-    columns: columns_lib.Columns,
-    local_sequences: Sequence[tuple[columns_lib.Place, row_places.Layout]],
-    plain: int,
+    columns: Columns,
+    local_sequences: Sequence[tuple[row_places.Place, row_places.Layout]],
+    of_trees: Sequence[bool],
 ) -> list[MicroBatch]:
-    """Returns the micro-batches, of which the first `plain` ones have no trees.
+    """Returns the micro-batches with the columns of the sequences whose tokens are there.
 
     Args:
-      examples: the packed examples.
-      columns: columns of the sequences whose tokens are there.
-      local_sequences: place and layout of each.
-      plain: number of micro-batches without trees.
+      local_sequences: place and layout of each of these sequences.
+      of_trees: True for each micro-batch of trees.
     """
     # A column holds its own token as input, and everything else about the token that it predicts.
     fields = {
         "tokens": columns.of_inputs([example.tokens_N for example in examples]),
         "targets": columns.of_targets([example.tokens_N for example in examples]),
-        "positions": columns_lib.end_to_end([layout.positions_C for _, layout in local_sequences]),
+        "positions": _end_to_end([layout.positions_C for _, layout in local_sequences]),
         "segments": np.repeat(
             np.array([place.segment for place, _ in local_sequences], np.int32),
             [place.columns for place, _ in local_sequences],
@@ -284,20 +339,26 @@ def _filled(
         "behaviour": columns.of_targets([example.behaviour_N for example in examples]),
         "on_version": columns.of_targets([example.on_version_N for example in examples]),
     }
-    arrays = {name: columns.laid_out(values_C, DTYPES[name]) for name, values_C in fields.items()}
+    arrays = {name: columns.lay_out(values_C, DTYPES[name]) for name, values_C in fields.items()}
     micro_batches = [
         MicroBatch(**dict(zip(arrays, values, strict=True))) for values in zip(*arrays.values(), strict=True)
     ]
-    if plain == len(micro_batches):
+    if not any(of_trees):
         return micro_batches
     ends = [
         np.zeros(place.columns, np.int32) if layout.until_C is None else place.start + layout.until_C
         for place, layout in local_sequences
     ]
-    until = columns.laid_out(columns_lib.end_to_end(ends), np.int32)
-    return micro_batches[:plain] + [
-        TreeMicroBatch(**vars(item), until=end) for item, end in zip(micro_batches[plain:], until[plain:], strict=True)
+    ends_by_micro_batch = columns.lay_out(_end_to_end(ends), np.int32)
+    return [
+        TreeMicroBatch(**vars(item), until=until) if is_tree else item
+        for item, until, is_tree in zip(micro_batches, ends_by_micro_batch, of_trees, strict=True)
     ]
+
+
+def _end_to_end(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the arrays as one; an empty one if there are none."""
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
 
 
 def empty(shape: tuple[int, int], trees_only: bool = False) -> MicroBatch:

@@ -17,17 +17,24 @@ OWN_REWARDS = ("grpo", "dr_grpo", "rloo", "opo")
 """Advantages that take rewards of single segments: of the others, the baseline has no meaning apart from the reward."""
 
 
-def check(config: config_lib.RunConfig, trajectories: Sequence[protocols.Trajectory]) -> None:
-    """Checks that the settings take rollouts of several segments, if there are any.
+def check(config: config_lib.RunConfig, sequences: sequences_lib.BatchSequences, packed: packing.Packed) -> None:
+    """Checks that the settings take rollouts of several segments, if there are any, and rollouts that were split.
 
     Raises:
       ConfigError: a setting does not; the message names the setting and a trajectory.
     """
+    trajectories = sequences.trajectories
     for several in (trajectory for trajectory in trajectories if trajectory.branches):
         for field, reason in refusing(config).items():
             raise protocols.ConfigError(
                 f"config.{field}: trajectory {several.trajectory_id} has {len(several.segments)} segments, and "
                 f"{reason}; switch it off, or use an environment whose rollouts have one segment"
+            )
+    for sentence in looking_at_whole(config.algorithm):
+        for example in packed.split():
+            raise protocols.ConfigError(
+                f"{sentence}, and trajectory {trajectories[example].trajectory_id} is longer than a row; add a longer "
+                "row to trainer.row_buckets"
             )
 
 
@@ -88,22 +95,6 @@ def reward_offsets(
             np.repeat(np.array(offsets, np.float32), [len(segment.token_ids) for segment in trajectory.segments])
         )
     return token_offsets
-
-
-def check_whole(
-    config: config_lib.AlgorithmConfig, packed: packing.Packed, trajectories: Sequence[protocols.Trajectory]
-) -> None:
-    """Checks that no rollout was split, if a setting looks at whole rollouts.
-
-    Raises:
-      ConfigError: a rollout was; the message names the setting and the trajectory.
-    """
-    for sentence in looking_at_whole(config):
-        for example in packed.split():
-            raise protocols.ConfigError(
-                f"{sentence}, and trajectory {trajectories[example].trajectory_id} is longer than a row; add a longer "
-                "row to trainer.row_buckets"
-            )
 
 
 def add_rollout_tokens(

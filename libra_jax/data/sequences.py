@@ -1,6 +1,8 @@
 """Sequences to train on: the per-token arrays of trajectories, with every number checked.
 
 Of a trajectory of several segments, the own tokens of the segments follow one another.
+
+Letters: N tokens of a sequence, and of `BatchSequences` trajectories; C columns; R tokens with known experts.
 """
 
 from __future__ import annotations
@@ -13,9 +15,86 @@ from typing import Any
 
 import numpy as np
 
+from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.data import trees
 from libra_jax.models import config as model_config
+
+NONE = -1
+"""Target of a column that trains no token, and parent of a segment that shares no token."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The segments of a rollout.
+
+    Attributes:
+      starts: index of each segment's first own token; and N.
+      parents: index of each segment's parent, which comes before the segment; `NONE`: it shares no token.
+      shared: number of tokens that each segment shares with its parent: the position of its first own token.
+    """
+
+    starts: tuple[int, ...]
+    parents: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    def fork(self, segment: int) -> int:
+        """Returns the number of the parent's own tokens that a segment shares."""
+        return self.shared[segment] - self.shared[self.parents[segment]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a sequence: of a plain rollout, a tree, or a part of a tree.
+
+    Attributes:
+      inputs_C: int32 index of each column's input token.
+      targets_C: int32 index of the token whose prediction the column trains; `NONE` without one.
+      positions_C: int32 position of the input token in its context.
+      until_C: int32 end of the input token's subtree, a column of the sequence; None if the columns are one path, whose
+        tokens all attend to all before them.
+    """
+
+    inputs_C: np.ndarray
+    targets_C: np.ndarray
+    positions_C: np.ndarray
+    until_C: np.ndarray | None = None
+
+    @property
+    def columns(self) -> int:
+        """C, the number of columns."""
+        return len(self.inputs_C)
+
+    @property
+    def pairs(self) -> float:
+        """Number of pairs of a query and a key that attention multiplies: half of all pairs of a path."""
+        if self.until_C is None:
+            return self.columns**2 / 2
+        return float(np.sum(self.until_C - np.arange(self.columns) - 0.5))
+
+
+@dataclass(frozen=True)
+class Path:
+    """The `Layout` of a plain sequence: column j holds token j, and trains token j + 1. Its arrays are made when read,
+    because most of a batch's may belong to other processes."""
+
+    columns: int
+    until_C: None = None
+
+    @property
+    def inputs_C(self) -> np.ndarray:
+        return np.arange(self.columns, dtype=np.int32)
+
+    @property
+    def targets_C(self) -> np.ndarray:
+        return np.arange(1, self.columns + 1, dtype=np.int32)
+
+    @property
+    def positions_C(self) -> np.ndarray:
+        return self.inputs_C
+
+    @property
+    def pairs(self) -> float:
+        return self.columns**2 / 2
 
 
 @dataclass(frozen=True)
@@ -42,7 +121,7 @@ class Example:
     on_version_N: np.ndarray
     routing_RxW: np.ndarray | None = None
     routed_R: np.ndarray | None = None
-    tree: trees.Tree | None = None
+    tree: Tree | None = None
     outline: protocols.Outline | None = None
 
     @property
@@ -62,16 +141,6 @@ class Example:
         """Whether experts of some of the tokens are known."""
         return self.routing_RxW is not None if self.outline is None else self.outline.routed
 
-    def layouts(self, longest: int) -> Sequence[trees.Layout | trees.Path]:
-        """Returns the sequences that hold the trained predictions: one, the parts of a tree, or none.
-
-        Args:
-          longest: columns of the longest row; only a path may need more.
-        """
-        if self.tree is not None:
-            return trees.lay_out(self.tree, self.mask_N, longest)
-        return [trees.Path(columns)] if (columns := self.columns) else []
-
     @property
     def prompt(self) -> np.ndarray | None:
         """Tokens before the first trained one; None if rollouts cannot share two of them or more."""
@@ -86,6 +155,46 @@ def columns_of(mask_N: np.ndarray) -> int:
     # Column j - 1 predicts token j, so the index of the last trained token is the number of columns.
     trained_N = mask_N[1:]
     return len(trained_N) - int(trained_N[::-1].argmax()) if trained_N.any() else 0
+
+
+@dataclass(frozen=True)
+class BatchSequences:
+    """The sequences of a batch: what every stage of `batch.prepare` reads.
+
+    Attributes:
+      groups: whole groups.
+      trajectories: trajectories of the groups, in order.
+      examples: sequence of each trajectory.
+      groups_N: number of each trajectory's group, int32.
+      masked_N: True for trajectories left out of the loss (`TaskConfig.masks`); `Example.mask_N` excludes their tokens.
+      truncated_N: True for trajectories that are trained without their reward (`TaskConfig.cuts`).
+    """
+
+    groups: Sequence[protocols.Group]
+    trajectories: Sequence[protocols.Trajectory]
+    examples: Sequence[Example]
+    groups_N: np.ndarray
+    masked_N: np.ndarray
+    truncated_N: np.ndarray
+
+    @classmethod
+    def from_batch(
+        cls, task: config_lib.TaskConfig, batch: protocols.TrainBatch, model: model_config.TransformerConfig
+    ) -> BatchSequences:
+        """Makes the sequences of a batch. See `examples`."""
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        masked = [task.masks(trajectory.finish) for trajectory in trajectories]
+        cut_off = [task.cuts(trajectory.finish) for trajectory in trajectories]
+        return cls(
+            batch.groups,
+            trajectories,
+            examples(trajectories, batch.policy_version, model, masked),
+            np.repeat(
+                np.arange(len(batch.groups), dtype=np.int32), [len(group.trajectories) for group in batch.groups]
+            ),
+            np.array(masked, bool),
+            np.array(cut_off, bool) & ~np.array(masked, bool),
+        )
 
 
 def examples(
@@ -127,7 +236,7 @@ def examples(
             on_version_N=joined([segment.policy_versions for segment in segments], np.int64) == policy_version,
             routing_RxW=routing_RxW,
             routed_R=routed_R,
-            tree=trees.of_segments(segments) if len(segments) > 1 else None,
+            tree=of_segments(segments) if len(segments) > 1 else None,
         )
         if example.tree is not None:
             # No column predicts the first own token of a segment (`protocols.Segment`).
@@ -144,6 +253,32 @@ def examples(
         example.mask_N[:] &= not out
         result.append(example)
     return result
+
+
+def of_segments(segments: Sequence[protocols.Segment]) -> Tree:
+    """Returns the tree of a rollout's segments.
+
+    Raises:
+      DataError: a parent does not come before its segment, or a segment shares other tokens than its parent has. The
+        message names the segment.
+    """
+    parents, shared = [], []
+    for number, segment in enumerate(segments):
+        parent = segment.parent
+        if parent is None:
+            fits = segment.shared == 0
+        else:
+            before = parent.index < number and segments[parent.index] is parent
+            fits = before and parent.shared < segment.shared <= parent.context_tokens
+        if segment.index != number or not fits:
+            raise protocols.DataError(
+                f"trajectory {segment.name}: segment {segment.index} at place {number} shares {segment.shared} tokens "
+                f"with {'none' if parent is None else f'segment {parent.index}'}, which does not hold them."
+            )
+        parents.append(NONE if parent is None else parent.index)
+        shared.append(segment.shared)
+    starts = np.cumsum([0, *(len(segment.token_ids) for segment in segments)]).tolist()
+    return Tree(tuple(starts), tuple(parents), tuple(shared))
 
 
 def of_outline(trajectory: protocols.Trajectory) -> Example:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libra_jax.data import trees
+from libra_jax.data import sequences as sequences_lib
 
 
 @dataclass(frozen=True)
@@ -25,25 +25,19 @@ class Bundled:
       saved: columns that the rollout would take in addition if it computed its prompt.
     """
 
-    layout: trees.Layout
+    layout: sequences_lib.Layout
     follows: bool
     saved: int
 
 
-def bundles(
-    prompts: Sequence[np.ndarray | None],
-    routing: Sequence[np.ndarray | None],
-    columns: Sequence[int],
-    longest: int,
-) -> dict[int, Bundled]:
+def bundles(examples: Sequence[sequences_lib.Example], longest: int) -> dict[int, Bundled]:
     """Returns the rollouts that share a prompt with a neighbour, by index.
 
     Args:
-      prompts: tokens before each rollout's first trained one; None: it shares none.
-      routing: experts of each rollout's first tokens, which a mixture replays; None: no token's are known.
-      columns: columns of each rollout without sharing.
       longest: columns of the longest row, which holds a whole bundle.
     """
+    prompts, columns = [example.prompt for example in examples], [example.columns for example in examples]
+    routing = [example.routing_RxW for example in examples]
     rollouts: list[list[int]] = []
     width = 0
     for index, prompt_P in enumerate(prompts):
@@ -67,18 +61,20 @@ def bundles(
         shared = len(prompt_P) - 1
         bundle_columns = shared + sum(columns[index] - shared for index in members)
         for index in members:
-            layout, width = trees.Path(columns[index]), columns[index]
+            layout, width = sequences_lib.Path(columns[index]), columns[index]
             if index == members[0]:
                 until_C = np.full(width, width, np.int32)
                 until_C[:shared] = bundle_columns
-                bundled = trees.Layout(layout.inputs_C, layout.targets_C, layout.positions_C, until_C)
+                bundled = sequences_lib.Layout(layout.inputs_C, layout.targets_C, layout.positions_C, until_C)
                 bundled_rollouts[index] = Bundled(bundled, False, 0)
                 continue
             until_C = np.full(width - shared, width - shared, np.int32)
             inputs_C, targets_C, positions_C = (
                 part[shared:] for part in (layout.inputs_C, layout.targets_C, layout.positions_C)
             )
-            bundled_rollouts[index] = Bundled(trees.Layout(inputs_C, targets_C, positions_C, until_C), True, shared)
+            bundled_rollouts[index] = Bundled(
+                sequences_lib.Layout(inputs_C, targets_C, positions_C, until_C), True, shared
+            )
     return bundled_rollouts
 
 

@@ -14,117 +14,13 @@ Letters: N own tokens of all segments, one segment after the other; S segments; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from libra_jax import protocols
-
-NONE = -1
-"""Target of a column that trains no token, and parent of a segment that shares no token."""
+from libra_jax.data import sequences as sequences_lib
 
 
-@dataclass(frozen=True)
-class Tree:
-    """The segments of a rollout.
-
-    Attributes:
-      starts: index of each segment's first own token; and N.
-      parents: index of each segment's parent, which comes before the segment; `NONE`: it shares no token.
-      shared: number of tokens that each segment shares with its parent: the position of its first own token.
-    """
-
-    starts: tuple[int, ...]
-    parents: tuple[int, ...]
-    shared: tuple[int, ...]
-
-    def fork(self, segment: int) -> int:
-        """Returns the number of the parent's own tokens that a segment shares."""
-        return self.shared[segment] - self.shared[self.parents[segment]]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The columns of a sequence: of a plain rollout, a tree, or a part of a tree.
-
-    Attributes:
-      inputs_C: int32 index of each column's input token.
-      targets_C: int32 index of the token whose prediction the column trains; `NONE` without one.
-      positions_C: int32 position of the input token in its context.
-      until_C: int32 end of the input token's subtree, a column of the sequence; None if the columns are one path, whose
-        tokens all attend to all before them.
-    """
-
-    inputs_C: np.ndarray
-    targets_C: np.ndarray
-    positions_C: np.ndarray
-    until_C: np.ndarray | None = None
-
-    @property
-    def columns(self) -> int:
-        """C, the number of columns."""
-        return len(self.inputs_C)
-
-    @property
-    def pairs(self) -> float:
-        """Number of pairs of a query and a key that attention multiplies: half of all pairs of a path."""
-        if self.until_C is None:
-            return self.columns**2 / 2
-        return float(np.sum(self.until_C - np.arange(self.columns) - 0.5))
-
-
-@dataclass(frozen=True)
-class Path:
-    """The `Layout` of a plain sequence: column j holds token j, and trains token j + 1. Its arrays are made when read,
-    because most of a batch's may belong to other processes."""
-
-    columns: int
-    until_C: None = None
-
-    @property
-    def inputs_C(self) -> np.ndarray:
-        return np.arange(self.columns, dtype=np.int32)
-
-    @property
-    def targets_C(self) -> np.ndarray:
-        return np.arange(1, self.columns + 1, dtype=np.int32)
-
-    @property
-    def positions_C(self) -> np.ndarray:
-        return self.inputs_C
-
-    @property
-    def pairs(self) -> float:
-        return self.columns**2 / 2
-
-
-def of_segments(segments: Sequence[protocols.Segment]) -> Tree:
-    """Returns the tree of a rollout's segments.
-
-    Raises:
-      DataError: a parent does not come before its segment, or a segment shares other tokens than its parent has. The
-        message names the segment.
-    """
-    parents, shared = [], []
-    for number, segment in enumerate(segments):
-        parent = segment.parent
-        if parent is None:
-            fits = segment.shared == 0
-        else:
-            before = parent.index < number and segments[parent.index] is parent
-            fits = before and parent.shared < segment.shared <= parent.context_tokens
-        if segment.index != number or not fits:
-            raise protocols.DataError(
-                f"trajectory {segment.name}: segment {segment.index} at place {number} shares {segment.shared} tokens "
-                f"with {'none' if parent is None else f'segment {parent.index}'}, which does not hold them."
-            )
-        parents.append(NONE if parent is None else parent.index)
-        shared.append(segment.shared)
-    starts = np.cumsum([0, *(len(segment.token_ids) for segment in segments)]).tolist()
-    return Tree(tuple(starts), tuple(parents), tuple(shared))
-
-
-def lay_out(tree: Tree, mask_N: np.ndarray, longest: int) -> list[Layout]:
+def lay_out(tree: sequences_lib.Tree, mask_N: np.ndarray, longest: int) -> list[sequences_lib.Layout]:
     """Returns the parts of a tree, each of at most `longest` columns; none if nothing is trained.
 
     Columns without an effect are left out: those of a segment after its last trained token, and after the last token
@@ -151,7 +47,7 @@ def lay_out(tree: Tree, mask_N: np.ndarray, longest: int) -> list[Layout]:
     return [_part(tree, needed, trained_segments) for needed, trained_segments in parts if trained_segments]
 
 
-def trained_columns(tree: Tree, mask_N: np.ndarray) -> dict[int, int]:
+def trained_columns(tree: sequences_lib.Tree, mask_N: np.ndarray) -> dict[int, int]:
     """Returns the own columns that each segment with a trained token needs for its own tokens, in segment order."""
     trained, starts = np.flatnonzero(mask_N), np.array(tree.starts)
     segments = np.searchsorted(starts, trained, side="right") - 1
@@ -159,24 +55,26 @@ def trained_columns(tree: Tree, mask_N: np.ndarray) -> dict[int, int]:
     return dict(zip(segments.tolist(), (trained - starts[segments]).tolist(), strict=True))
 
 
-def shared_columns(tree: Tree, mask_N: np.ndarray, layouts: Sequence[Layout | Path]) -> int:
+def shared_columns(
+    tree: sequences_lib.Tree, mask_N: np.ndarray, layouts: Sequence[sequences_lib.Layout | sequences_lib.Path]
+) -> int:
     """Returns the columns that the segments would take in addition if each one computed its whole context."""
     separate_columns = sum(tree.shared[segment] + count for segment, count in trained_columns(tree, mask_N).items())
     return separate_columns - sum(layout.columns for layout in layouts)
 
 
-def _grown(tree: Tree, segment: int, count: int, present_columns: dict[int, int]) -> dict[int, int]:
+def _grown(tree: sequences_lib.Tree, segment: int, count: int, present_columns: dict[int, int]) -> dict[int, int]:
     """Returns the columns that a part needs in addition to `present_columns`, of a segment and its ancestors."""
     added_columns: dict[int, int] = {}
     while count > present_columns.get(segment, 0):
         added_columns[segment] = count - present_columns.get(segment, 0)
-        if tree.parents[segment] == NONE:
+        if tree.parents[segment] == sequences_lib.NONE:
             break
         segment, count = tree.parents[segment], tree.fork(segment)
     return added_columns
 
 
-def _part(tree: Tree, needed: dict[int, int], trained_segments: set[int]) -> Layout:
+def _part(tree: sequences_lib.Tree, needed: dict[int, int], trained_segments: set[int]) -> sequences_lib.Layout:
     """Lays out the first columns of each segment in `needed`, and trains those of `trained_segments`."""
     runs, ends, column = _runs(tree, needed), {}, 0
     inputs, targets, positions = [], [], []
@@ -187,14 +85,14 @@ def _part(tree: Tree, needed: dict[int, int], trained_segments: set[int]) -> Lay
         # After the last own token, another segment's tokens follow.
         trains = (segment in trained_segments) & (index_C + 1 < tree.starts[segment + 1])
         inputs.append(index_C)
-        targets.append(np.where(trains, index_C + 1, np.int32(NONE)))
+        targets.append(np.where(trains, index_C + 1, np.int32(sequences_lib.NONE)))
         positions.append(np.arange(first, end, dtype=np.int32) + np.int32(tree.shared[segment]))
     # A parent comes before its children, so theirs are known first.
     for segment in sorted(needed, reverse=True):
-        if (parent := tree.parents[segment]) != NONE:
+        if (parent := tree.parents[segment]) != sequences_lib.NONE:
             ends[parent] = max(ends[parent], ends[segment])
     until_C = np.concatenate([np.full(end - first, ends[segment], np.int32) for segment, first, end in runs])
-    return Layout(
+    return sequences_lib.Layout(
         np.concatenate(inputs),
         np.concatenate(targets),
         np.concatenate(positions),
@@ -202,14 +100,14 @@ def _part(tree: Tree, needed: dict[int, int], trained_segments: set[int]) -> Lay
     )
 
 
-def _runs(tree: Tree, needed: dict[int, int]) -> list[tuple[int, int, int]]:
+def _runs(tree: sequences_lib.Tree, needed: dict[int, int]) -> list[tuple[int, int, int]]:
     """Returns the runs of own tokens, depth first: segment, first own token, and end."""
     children: dict[int, list[int]] = {}
     for segment in sorted(needed):
         children.setdefault(tree.parents[segment], []).append(segment)
     runs: list[tuple[int, int, int]] = []
     # A stack and no recursion: a history that is rewritten again and again makes a long chain.
-    stack: list[int | tuple[int, int, int]] = list(reversed(children[NONE]))
+    stack: list[int | tuple[int, int, int]] = list(reversed(children[sequences_lib.NONE]))
     while stack:
         entry = stack.pop()
         if isinstance(entry, tuple):

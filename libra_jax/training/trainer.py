@@ -23,11 +23,11 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import contract
 from libra_jax.data import batch as batch_lib
-from libra_jax.data import batch_advantages, packing, world
+from libra_jax.data import packing, world
 from libra_jax.data import sequences as sequences_lib
 from libra_jax.models import config as model_config
 from libra_jax.planning.costs import costs, hardware
-from libra_jax.training import checkpoints, optimizer, resize, step, streaming, updates
+from libra_jax.training import checkpoints, optimizer, resize, step, updates
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import running as running_lib
@@ -70,7 +70,8 @@ class TrainerActor:
         self._skipped_in_a_row = 0
         self._multiplied = model_config.multiplied_parameter_count(self._model)
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
-        self._begun = streaming.Begun()
+        # Groups of the next step whose gradients are summed already (`trainer.stream`).
+        self._begun: list[batch_lib.Prepared] = []
 
     def running(self) -> running_lib.Running:
         """Returns the trainer's parts.
@@ -312,7 +313,7 @@ class TrainerActor:
         self._synced = None
         rate = self._config.warm_start.learning_rate
         metrics = learner.update(step.SUPERVISED, packed, rate)
-        return self._finish(learner, metrics, packed)
+        return self._finish(learner, metrics, [packed])
 
     def train_step(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()) -> dict[str, float]:
         """Takes the updates of one step, and skips non-finite ones. Shares are parts of the first update.
@@ -321,38 +322,37 @@ class TrainerActor:
         """
         self._check_version(batch)
         learner, critic = self.running().learner, self.running().critic
-        summed_groups, again = self._take_begun(batch)
+        begun, again = self._take_begun(batch)
         prepared = self._prepared(batch.rest)
+        parts = [*begun, prepared]
+        packed = [part.packed for part in parts]
         core_range, collection = self._collection(prepared, shares) if shares else (None, None)
-        full_step = summed_groups.joined(prepared, batch)
-        if not full_step.packed.places and not batch_lib.leaves_out(self._config, full_step.groups):
-            raise protocols.LibraError(batch_lib.UNTRAINED.format(len(full_step.examples)))
+        batch_lib.check_trained(packed, masked=any(part.sequences.masked_N.any() for part in parts))
         rate = float(self._schedule(self._version))
         if critic is not None and self._version < self._config.critic.warmup_steps:
             metrics = learner.stay()
         else:
             metrics = learner.train(
-                prepared.packed, rate, prepared.extras, prepared.minibatches, core_range, collection
+                prepared.packed, rate, prepared.extras, prepared.packed.minibatches, core_range, collection
             )
-        if self._config.trainer.share_prompt or full_step.packed.split():
+        if self._config.trainer.share_prompt or any(part.split() for part in packed):
             metrics = {name: value for name, value in metrics.items() if not f"/{name}".endswith(updates.OF_ROLLOUTS)}
         if critic is not None:
             # After the policy, whose step may be aborted: an aborted step must leave the critic unchanged, too.
             critic_metrics = critic.train(
-                prepared.packed, self._config.critic.learning_rate, prepared.targets, prepared.minibatches
+                prepared.packed, self._config.critic.learning_rate, prepared.targets, prepared.packed.minibatches
             )
             metrics |= critic_lib.report(critic_metrics)
             # Asked for while the critic learnt: too late for this step, and no business of the next one.
             learner.abort.clear()
         # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
-        metrics |= batch_advantages.statistics(full_step.advantages, full_step.examples, full_step.groups)
-        metrics |= full_step.described
+        metrics |= batch_lib.statistics(parts)
         if collection is not None:
             metrics |= collection.metrics()
             metrics["shares/of"] = float(len(prepared.packed.micro_batches) + again)
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._config.trainer.replica_devices)
-        return self._finish(learner, metrics, full_step.packed, self._config.algorithm.epochs)
+        return self._finish(learner, metrics, packed, self._config.algorithm.epochs)
 
     def _collection(
         self, prepared: batch_lib.Prepared, shares: Sequence[protocols.Share]
@@ -380,7 +380,12 @@ class TrainerActor:
         return self.running().learner.programs.rows((trainer.micro_batch_rows, trainer.row_tokens))
 
     def accumulate(self, batch: protocols.TrainBatch) -> None:
-        """Sums the gradients of some groups of the next step. See `protocols.Trainer.accumulate`."""
+        """Sums the gradients of some groups of the next step. See `protocols.Trainer.accumulate`.
+
+        Sums do not depend on the order of micro-batches, but for rounding. So a step may begin on finished groups while
+        others still roll out, if each group's numbers depend on that group alone: `config.run` refuses settings that
+        look at the whole batch. The update divides by the tokens of the whole batch, which only it needs.
+        """
         self._check_version(batch)
         self._accumulate(batch)
 
@@ -389,24 +394,25 @@ class TrainerActor:
         prepared, learner = self._prepared(batch), self.running().learner
         if not learner.has_begun:
             # Sums of earlier groups are gone, if there were any: the step will compute them again.
-            self._begun = streaming.Begun()
+            self._begun = []
         learner.accumulate(prepared.packed, prepared.extras, in_step=in_step)
-        self._begun.add(batch, prepared)
+        self._begun.append(prepared)
         return len(prepared.packed.micro_batches)
 
-    def _take_begun(self, batch: protocols.TrainBatch) -> tuple[streaming.Begun, int]:
+    def _take_begun(self, batch: protocols.TrainBatch) -> tuple[list[batch_lib.Prepared], int]:
         """Returns the groups whose sums the step goes on from; computes these sums first if they are gone.
 
         Also returns the number of micro-batches that it computed for that.
         """
         learner, again = self.running().learner, 0
-        if self._begun.numbers != batch.begun or learner.has_begun != bool(batch.begun):
+        numbers = tuple(group.group_id for part in self._begun for group in part.sequences.groups)
+        if numbers != batch.begun or learner.has_begun != bool(batch.begun):
             learner.forget()
-            self._begun = streaming.Begun()
+            self._begun = []
             if batch.begun:
                 again = self._accumulate(batch.of(batch.begun), in_step=True)
-        summed_groups, self._begun = self._begun, streaming.Begun()
-        return summed_groups, again
+        begun, self._begun = self._begun, []
+        return begun, again
 
     def _check_version(self, batch: protocols.TrainBatch) -> None:
         if batch.policy_version != self._version:
@@ -424,7 +430,11 @@ class TrainerActor:
         )
 
     def _finish(
-        self, learner: learner_lib.Learner, metrics: dict[str, float], packed: packing.Packed, epochs: int = 1
+        self,
+        learner: learner_lib.Learner,
+        metrics: dict[str, float],
+        parts: Sequence[packing.Packed],
+        epochs: int = 1,
     ) -> dict[str, float]:
         """Adds the host's metrics of a step that `learner` took, and stops a run whose steps are not finite."""
         # Updates without a trained token are skipped, too, and are no sign of a broken run.
@@ -437,17 +447,18 @@ class TrainerActor:
                 f"{metrics.get('critic/loss', 'none')}); lower "
                 "optimizer.learning_rate or look at the rewards."
             )
-        lengths, pairs = [place.columns for place in packed.places], sum(layout.pairs for layout in packed.layouts)
-        if packed.shared_columns:
-            metrics["tokens/shared"] = float(packed.shared_columns)
+        lengths = [place.columns for packed in parts for place in packed.places]
+        pairs = sum(layout.pairs for packed in parts for layout in packed.layouts)
+        if shared_columns := sum(packed.shared_columns for packed in parts):
+            metrics["tokens/shared"] = float(shared_columns)
         # A learner that another trainer or mesh has handed over to may lack programs.
         self.running().learner.ahead.begin()
         waited, learner.programs.waited = learner.programs.waited, 0.0
         return metrics | {
             "tokens/processed": float(sum(lengths)),
             "train/flops": epochs * costs.train_flops(learner.model, self._multiplied, lengths, pairs),
-            "padding_fraction": packed.padding_fraction,
-            "micro_batches": float(len(packed.micro_batches)),
+            "padding_fraction": 1.0 - sum(lengths) / sum(packed.size for packed in parts),
+            "micro_batches": float(sum(len(packed.micro_batches) for packed in parts)),
             "compiled_shapes": float(len(learner.programs.shapes)),
             "train/compile_seconds": waited,
         }

@@ -59,6 +59,7 @@ _RENAMED = {
     "planning.least": "models.communication_bounds",
     "planning.pools": "planning.forecast.degree_queues",
     "telemetry.sections": "telemetry.report.run_report",
+    "training.columns": "data.packing",
     "weights.sync": "coordinator.weight_sync",
 }
 """Modules of `libra_jax` that have another name now."""

@@ -132,7 +132,7 @@ MOVES = {
     ("scheduling", "scheduling.rivals"): "authors baselines heddle known_lengths",
     ("telemetry", "telemetry.report"): "page pool_report report timeline tool_report",
     ("training", "data"): (
-        "batch batch_advantages columns dividing packing row_places segments sequences shared_prompts trees world"
+        "batch batch_advantages dividing packing row_places segments sequences shared_prompts trees world"
     ),
 }
 RENAMED = {
@@ -157,6 +157,7 @@ RENAMED = {
     "planning.pools": "planning.forecast.degree_queues",
     "runs": "build",
     "telemetry.sections": "telemetry.report.run_report",
+    "training.columns": "data.packing",
     "weights.sync": "coordinator.weight_sync",
 }
 

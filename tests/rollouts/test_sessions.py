@@ -10,7 +10,7 @@ import session_doubles as doubles
 
 from libra_jax import protocols
 from libra_jax.coordinator import records
-from libra_jax.data import trees
+from libra_jax.data import sequences as sequences_lib
 from libra_jax.rollouts import loop, session, tool_results
 
 LIMITS = loop.Limits(max_turns=20, max_tokens=40, max_context=400, tool_seconds=5.0, temperature=1.0)
@@ -380,7 +380,9 @@ def test_segments_that_a_restart_left_behind_share_nothing():
         await ask(two, user("plan"))
         two.close()
         assert [len(segment.turns) for segment in stored.segments] == [1, 0, 0]
-        trees.of_segments(stored.segments)  # what the trainer does first: it refuses a parent without these tokens
+        sequences_lib.of_segments(
+            stored.segments
+        )  # what the trainer does first: it refuses a parent without these tokens
 
     asyncio.run(test())
 

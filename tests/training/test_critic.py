@@ -182,12 +182,12 @@ def test_truncated_rollouts_train_the_policy_without_reward_and_no_critic(small)
         return [jnp.asarray(rng.normal(size=item.tokens.shape), jnp.float32) for item in packed.micro_batches]
 
     prepared = batch_lib.prepare(config, _cut(batch), small.shape, value=value)
-    for number, (advantage, example) in enumerate(zip(prepared.advantages, prepared.examples, strict=True)):
+    for number, (advantage, example) in enumerate(zip(prepared.advantages, prepared.sequences.examples, strict=True)):
         trained = np.flatnonzero(example.mask_N)
         found = advantage[trained] != 0
         assert found[:-2].all()
         assert found[-2:].any() != (number % 2 == 0), "the last two tokens of a truncated rollout have none"
-    finished = sum(example.mask_N.sum() for example in prepared.examples[1::2])
+    finished = sum(example.mask_N.sum() for example in prepared.sequences.examples[1::2])
     assert sum(target["mask"].sum() for target in prepared.targets) == finished
     assert max(np.abs(target["returns"][target["mask"]]).max() for target in prepared.targets) < 1.1
     assert sum(item.mask.sum() for item in prepared.packed.micro_batches) > finished

@@ -78,7 +78,7 @@ def test_the_config_says_which_limits_mask_a_rollout(small, finish, task, masked
     prepared = _prepared(small, _batch(small, {0: (2,)}, finish), **task)
     placed = [place.example for place in prepared.packed.places]
     assert (2 not in placed) == masked
-    assert placed[-len(prepared.examples[3:]) :] == list(range(3, len(prepared.examples)))
+    assert placed[-len(prepared.sequences.examples[3:]) :] == list(range(3, len(prepared.sequences.examples)))
 
 
 def test_limits_that_do_not_exist_are_refused():
@@ -98,7 +98,8 @@ def test_a_rollout_left_alone_in_its_group_has_no_advantage(small, advantage):
 
 def test_distillation_compares_no_rollout_that_is_left_alone(small):
     batch = _batch(small, {0: (0, 1, 3)})
-    taught = [0.1 * np.arange(len(example.token_ids)) for group in batch.groups for example in group.trajectories]
+    sequences = sequences_lib.BatchSequences.from_batch(config_lib.TaskConfig(), batch, small.shape)
+    taught = [0.1 * np.arange(len(example.tokens_N)) for example in sequences.examples]
     found = []
     for weight in (0.0, 1.0):
         algorithm = config_lib.AlgorithmConfig(
@@ -108,10 +109,7 @@ def test_distillation_compares_no_rollout_that_is_left_alone(small):
             kl_in_reward=True,
             kl_estimator="k1",
         )
-        rollouts = [rollout for group in batch.groups for rollout in group.trajectories]
-        masked = [rollout.finish == "max_seconds" for rollout in rollouts]
-        examples = sequences_lib.examples(rollouts, 0, small.shape, masked)
-        found.append(batch_advantages.token_advantages(algorithm, batch.groups, examples, taught, masked)[0])
+        found.append(batch_advantages.token_advantages(algorithm, sequences, taught)[0])
     np.testing.assert_array_equal(found[1][2], found[0][2])
     assert np.abs(found[1][2]).max() > 0, "its penalties stay"
     assert np.abs(found[1][4] - found[0][4]).max() > 0
@@ -139,6 +137,6 @@ def test_groups_without_a_gradient_are_counted(small, advantage):
     for trajectory in batch.groups[2].trajectories:
         trajectory.reward = 0.1  # no multiple of a power of two: rounding must not pass for a difference
     prepared = _prepared(small, batch, advantage)
-    found = batch_advantages.statistics(prepared.advantages, prepared.examples, batch.groups)
+    found = batch_lib.statistics([prepared])
     assert found["groups/without_gradient"] == pytest.approx(2 / 3), "one is left alone, one has equal rewards"
     assert found["advantage/min"] < 0 < found["advantage/max"]

@@ -190,7 +190,7 @@ def test_statistics_of_an_update_do_not_depend_on_its_split(small, loss):
         )
         learner = small.learner(config)
         prepared = batch_lib.prepare(config, trainer_doubles.batch(small), small.shape)
-        metrics = learner.train(prepared.packed, 0.05, prepared.extras, prepared.minibatches)
+        metrics = learner.train(prepared.packed, 0.05, prepared.extras, prepared.packed.minibatches)
         found.append((len(prepared.packed.micro_batches), metrics, learner))
     (few, metrics, _), (many, others, _) = found
     assert few < many

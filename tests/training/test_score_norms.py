@@ -98,7 +98,7 @@ def test_a_batch_takes_its_baseline_from_the_norms_and_masked_rollouts_none(smal
         kept = [index for index in range(4 * number, 4 * number + 4) if index not in (0, 5)]
         baseline = sum(weights[i] * trajectories[i].reward for i in kept) / sum(weights[i] for i in kept)
         for index in kept:
-            trained = prepared.advantages[index][prepared.examples[index].mask_N]
+            trained = prepared.advantages[index][prepared.sequences.examples[index].mask_N]
             np.testing.assert_allclose(trained, trajectories[index].reward - baseline, atol=1e-5)
     with pytest.raises(protocols.LibraError, match="needs the gradients of single rollouts"):
         batch_lib.prepare(config, batch, small.shape)

@@ -178,7 +178,7 @@ def test_without_branches_arrays_and_programs_stay_as_they_were(small):
     names = {"tokens", "targets", "positions", "segments", "mask", "behaviour", "on_version", "advantages"}
     assert [set(each) for each in arrays] == [names] * len(arrays)
     _, wanted = learner.inputs.shapes()[-1]
-    learner.train(prepared.packed, 1e-3, prepared.extras, prepared.minibatches)
+    learner.train(prepared.packed, 1e-3, prepared.extras, prepared.packed.minibatches)
     assert [shape for name, shape in learner.programs.shapes if name == step.POLICY] == [wanted]
 
 
@@ -187,7 +187,7 @@ def test_the_first_trees_of_a_run_bring_the_programs_of_all_rows(small):
     learner = small.learner(config)
     before = len(learner.ahead.shapes())
     prepared = batch_lib.prepare(config, segment_rollouts.batch(_rollouts()), small.shape)
-    learner.train(prepared.packed, 1e-3, prepared.extras, prepared.minibatches)
+    learner.train(prepared.packed, 1e-3, prepared.extras, prepared.packed.minibatches)
     later = learner.ahead.shapes()[before:]
     assert [(name, batch["tokens"].shape[1], "until" in batch) for name, batch in later] == [
         (step.POLICY, 96, True),
@@ -242,7 +242,9 @@ def test_a_penalty_in_the_reward_sums_over_all_segments(small):
         paid = [
             rollout.reward + 0.05 * sum(sum(each.loss_mask[1:]) for each in rollout.segments) for rollout in rollouts
         ]
-        for index, (advantage_N, example) in enumerate(zip(prepared.advantages, prepared.examples, strict=True)):
+        for index, (advantage_N, example) in enumerate(
+            zip(prepared.advantages, prepared.sequences.examples, strict=True)
+        ):
             group = [
                 reward
                 for reward, other in zip(paid, rollouts, strict=True)
@@ -268,7 +270,7 @@ def test_score_norms_of_trees_and_the_refusal_of_parts(small):
     learner = small.learner(config)
     batch = segment_rollouts.batch(rollouts)
     prepared = batch_lib.prepare(config, batch, small.shape, score_norms=learner.score_norms)
-    norms = learner.score_norms(prepared.examples).norms_N
+    norms = learner.score_norms(prepared.sequences.examples).norms_N
     for index in (0, 3, 4):
         # At a ratio of 1, the gradient of the sum of ratios is the score.
         matched = _at_policy(small, rollouts[index])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.data import packing, trees
+from libra_jax.data import packing, row_places
 from libra_jax.data import sequences as sequences_lib
 
 SHAPE = small_model.shape()
@@ -66,7 +66,7 @@ def test_a_token_sees_its_context_and_each_target_follows_it(case):
     rollouts, config = case
     for rollout, example in zip(rollouts, sequences_lib.examples(rollouts, 0, SHAPE), strict=True):
         contexts, trained = _owners(rollout), []
-        for layout in example.layouts(config.row_tokens):
+        for layout in row_places.example_layouts(example, config.row_tokens):
             assert layout.columns <= config.row_tokens
             visible = _visible(layout)
             for column in range(layout.columns):
@@ -75,7 +75,7 @@ def test_a_token_sees_its_context_and_each_target_follows_it(case):
                 assert sorted(layout.inputs_C[visible[column]]) == sorted(context), "each token once"
                 assert layout.positions_C[column] == len(context) - 1
                 target = layout.targets_C[column]
-                if target != trees.NONE:
+                if target != sequences_lib.NONE:
                     assert any((index, target) in itertools.pairwise(each) for each in contexts)
                     trained += [target] if example.mask_N[target] else []
         assert sorted(trained) == _trained(rollout)
@@ -86,9 +86,9 @@ def test_a_token_sees_its_context_and_each_target_follows_it(case):
 def test_a_layout_keeps_no_column_without_an_effect(case):
     rollouts, config = case
     for example in sequences_lib.examples(rollouts, 0, SHAPE):
-        for layout in example.layouts(config.row_tokens):
+        for layout in row_places.example_layouts(example, config.row_tokens):
             visible, targets_C = _visible(layout), layout.targets_C
-            trains = (targets_C != trees.NONE) & example.mask_N[targets_C]
+            trains = (targets_C != sequences_lib.NONE) & example.mask_N[targets_C]
             assert (visible[trains].any(axis=0)).all(), "some trained prediction sees each column"
 
 
@@ -129,14 +129,20 @@ def test_packed_trees_scatter_and_gather_every_trained_token(case):
 
 @settings(max_examples=40)
 @given(cases(), cases())
-def test_joined_batches_keep_the_places_of_their_trees(first, second):
+def test_minibatches_keep_the_places_of_their_trees(first, second):
     (rollouts, config), (others, _) = first, second
     config = dataclasses.replace(config, row_tokens=400)
     parts = [sequences_lib.examples(each, 0, SHAPE) for each in (rollouts, others)]
-    packed = packing.joined([packing.pack(part, config) for part in parts])
-    values = [np.arange(1, len(example.tokens_N) + 1, dtype=np.float32) for part in parts for example in part]
+    examples = [*parts[0], *parts[1]]
+    packed = packing.pack(examples, config, [len(part) for part in parts])
+    alone = [packing.pack(part, config) for part in parts]
+    for numbers, part in zip(packed.minibatches, alone, strict=True):
+        for number, item in zip(numbers, part.micro_batches, strict=True):
+            for name, array in vars(item).items():
+                np.testing.assert_array_equal(vars(packed.micro_batches[number])[name], array)
+    values = [np.arange(1, len(example.tokens_N) + 1, dtype=np.float32) for example in examples]
     back = packed.gather(packed.scatter(values), [len(value) for value in values])
-    for example, value, got in zip((*parts[0], *parts[1]), values, back, strict=True):
+    for example, value, got in zip(examples, values, back, strict=True):
         trained = np.flatnonzero(example.mask_N[1:]) + 1
         np.testing.assert_array_equal(got[trained], value[trained])
 
@@ -171,7 +177,7 @@ def test_a_fork_without_a_tail_is_a_plain_sequence():
     script.output(other, 3)
     root.loss_mask[5] = root.loss_mask[6] = 0
     (example,) = sequences_lib.examples([root], 0, SHAPE)
-    (layout,) = example.layouts(64)
+    (layout,) = row_places.example_layouts(example, 64)
     assert layout.until_C is None
     np.testing.assert_array_equal(layout.positions_C, np.arange(9))
     np.testing.assert_array_equal(layout.targets_C, [1, 2, 3, 4, 5, 8, 9, 10, 11])
@@ -195,6 +201,6 @@ def test_a_long_chain_of_rewritten_histories_is_laid_out():
         segment = script.branch(segment, fork)
     script.output(segment, 2)
     (example,) = sequences_lib.examples([script.rollout], 0, SHAPE)
-    (layout,) = example.layouts(1 << 20)
+    (layout,) = row_places.example_layouts(example, 1 << 20)
     assert layout.positions_C.max() == 3002
     assert layout.until_C is not None

@@ -32,7 +32,7 @@ def _config(small, trainer=None, **algorithm):
 def _train(small, config, batch):
     learner = small.learner(config)
     prepared = batch_lib.prepare(config, batch, small.shape)
-    metrics = learner.train(prepared.packed, RATE, prepared.extras, prepared.minibatches)
+    metrics = learner.train(prepared.packed, RATE, prepared.extras, prepared.packed.minibatches)
     return learner, metrics
 
 
@@ -45,7 +45,7 @@ def _one_by_one(small, config, batch):
     learner = small.learner(config)
     prepared = batch_lib.prepare(config, batch, small.shape)
     for _ in range(config.algorithm.epochs):
-        for part in prepared.minibatches:
+        for part in prepared.packed.minibatches:
             items = tuple(prepared.packed.micro_batches[index] for index in part)
             packed = dataclasses.replace(prepared.packed, micro_batches=items)
             learner.update("policy", packed, RATE, [prepared.extras[index] for index in part])
@@ -55,7 +55,7 @@ def _one_by_one(small, config, batch):
 def test_mini_batches_hold_whole_groups_and_each_trajectory_once(small):
     batch = trainer_doubles.batch(small)
     prepared = batch_lib.prepare(_config(small, minibatches=2), batch, small.shape)
-    of_micro_batch = {index: number for number, part in enumerate(prepared.minibatches) for index in part}
+    of_micro_batch = {index: number for number, part in enumerate(prepared.packed.minibatches) for index in part}
     assert sorted(of_micro_batch) == list(range(len(prepared.packed.micro_batches)))
     numbers = [of_micro_batch[place.micro_batch] for place in prepared.packed.places]
     assert numbers == [0] * 8 + [1] * 4
@@ -101,7 +101,7 @@ def test_the_proximal_policy_is_that_of_before_the_first_update(small):
         {**extra, "proximal": np.asarray(still.programs.proximal(still.params, still.programs.put(vars(item))))}
         for item, extra in zip(prepared.packed.micro_batches, prepared.extras, strict=True)
     ]
-    for part in [*prepared.minibatches, *prepared.minibatches]:
+    for part in [*prepared.packed.minibatches, *prepared.packed.minibatches]:
         items = tuple(prepared.packed.micro_batches[index] for index in part)
         packed = dataclasses.replace(prepared.packed, micro_batches=items)
         by_hand.update("policy", packed, RATE, [extras[index] for index in part])
@@ -154,7 +154,7 @@ def test_a_step_that_has_taken_an_update_is_not_aborted(small):
     before = _leaves(learner)
     learner.abort.set()
     with pytest.raises(protocols.StepAborted):
-        learner.train(prepared.packed, RATE, prepared.extras, prepared.minibatches)
+        learner.train(prepared.packed, RATE, prepared.extras, prepared.packed.minibatches)
     for leaf, wanted in zip(_leaves(learner), before, strict=True):
         np.testing.assert_array_equal(leaf, wanted)
     # Asked in the middle of the second update, whose micro-batches come after the first update was applied.
@@ -166,7 +166,7 @@ def test_a_step_that_has_taken_an_update_is_not_aborted(small):
         return apply(*arguments)
 
     learner.programs.apply_step = asking
-    learner.train(prepared.packed, RATE, prepared.extras, prepared.minibatches)
+    learner.train(prepared.packed, RATE, prepared.extras, prepared.packed.minibatches)
     assert applied.is_set()
     assert int(learner.state.step) == 1
     assert not learner.abort.is_set()
@@ -210,7 +210,7 @@ def test_a_hybrid_worker_shares_in_the_first_update_alone(small):
     side = learner_lib.Learner(config, small.shape, jax.devices(), first_update_only=True)
     prepared = batch_lib.prepare(config, batch, small.shape)
     own, theirs = shares.split(prepared.work, [protocols.Share("r", 1, 0.5)])
-    assert len(prepared.work) == len(prepared.minibatches[0])
+    assert len(prepared.work) == len(prepared.packed.minibatches[0])
     assert own
     assert theirs
     # The worker holds the weights of before the step, and scores no proximal policy.
@@ -218,7 +218,7 @@ def test_a_hybrid_worker_shares_in_the_first_update_alone(small):
     sums, report = side.sums("policy", params, prepared.packed, prepared.extras, theirs)
     received = step.Received([np.asarray(leaf) for leaf in jax.tree.leaves(sums)], report)
     metrics = core.train(
-        prepared.packed, RATE, prepared.extras, prepared.minibatches, own, lambda seconds: iter([received])
+        prepared.packed, RATE, prepared.extras, prepared.packed.minibatches, own, lambda seconds: iter([received])
     )
     for leaf, other in zip(_leaves(core), _leaves(alone), strict=True):
         np.testing.assert_allclose(leaf, other, atol=1e-6)

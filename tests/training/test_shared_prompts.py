@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.data import packing, trees
+from libra_jax.data import packing
 from libra_jax.data import sequences as sequences_lib
 
 OPTIMIZER = config_lib.OptimizerConfig(name="sgd", learning_rate=0.05, clip_norm=0.0)
@@ -35,7 +35,7 @@ def groups(draw):
             tree = None
             if len(tokens_N) > 1 and draw(st.booleans()):
                 # A rollout of two segments, which shares no prompt.
-                tree = trees.Tree((0, len(prompt), len(tokens_N)), (trees.NONE, 0), (0, len(prompt)))
+                tree = sequences_lib.Tree((0, len(prompt), len(tokens_N)), (sequences_lib.NONE, 0), (0, len(prompt)))
                 mask_N[len(prompt) : len(prompt) + 1] = False
             # Another version of the weights may have sent the prompt to other experts, or told none.
             routing = rng.integers(0, 8, (len(tokens_N), 2)).astype(np.uint8)

@@ -105,7 +105,7 @@ def test_a_teacher_behind_an_endpoint_teaches_what_one_on_the_mesh_does(small, t
         assert held == ((True, True) if source == path else (False, False))
         made = batch_lib.prepare(config, batch, small.shape, learner.reference_log_probs if source == path else None)
         prepared.append(made)
-        metrics.append(learner.train(made.packed, 1e-3, made.extras, made.minibatches))
+        metrics.append(learner.train(made.packed, 1e-3, made.extras, made.packed.minibatches))
     for mesh, served in zip(*(one.advantages for one in prepared), strict=True):
         np.testing.assert_allclose(mesh, served, atol=1e-3)
     assert metrics[1] == pytest.approx(metrics[0], abs=1e-3)
