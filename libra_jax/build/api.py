@@ -26,7 +26,7 @@ from libra_jax.coordinator import checkpoint_store, evaluation, stopping
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models.hf import hub
 from libra_jax.planning.search import search
-from libra_jax.rollouts import factories, progress
+from libra_jax.rollouts import factories, record
 from libra_jax.simulator import comparison, scripts, settings
 from libra_jax.telemetry.report import curve
 from libra_jax.tools import toolkit
@@ -334,7 +334,7 @@ async def evaluate_async(
             Rollout(
                 rollout.prompt_id,
                 rollout.reward or 0.0,
-                progress.policy_text(tokenizer, rollout),
+                record.policy_text(tokenizer, rollout),
                 tokenizer.decode(rollout.token_ids),
             )
             for rollout in result.rollouts

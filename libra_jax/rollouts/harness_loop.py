@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.chat import thoughts
-from libra_jax.rewards import scoring
 from libra_jax.rollouts import deadline_environment, loop, progress, session, tool_results
 from libra_jax.utils import deadlines, resolving, turns, user_code, user_values
 
@@ -229,26 +227,10 @@ class _HarnessRollout(loop.RolloutSetup):
         return protocols.Outcome(0.0, {"agent_voided": 1.0})
 
     async def _finish(self, conversation: session.Session, finish: str, outcome: protocols.Outcome) -> None:
-        trajectory, outputs = self.trajectory, self.trajectory.all_turns
+        trajectory = self.trajectory
+        self._set_segment_rewards(outcome)
         metrics = {name: float(value) for name, value in outcome.metrics.items()}
-        environment_reward = float(outcome.reward) if user_values.is_finite(outcome.reward) else None
-        reward = outcome.reward
-        if self.reward is not None:
-            dialogue = tuple(conversation.dialogue)
-            transcript = scoring.Transcript(
-                text=progress.policy_text(self.tokenizer, trajectory),
-                dialogue="\n".join(self.tokenizer.decode(list(segment.context())) for segment in trajectory.segments),
-                answer=thoughts.split(dialogue[-1].content).answer.strip() if dialogue and finish == "answered" else "",
-                finish=finish,
-                messages=dialogue,
-                tools=progress.returns(outputs),
-                metrics=metrics,
-                environment_reward=environment_reward,
-            )
-            score = await loop.score(self.reward, self.task, transcript)
-            reward, metrics = score.reward, {**metrics, **score.metrics}
-        trajectory.metrics.update(metrics)
-        trajectory.metrics.update(loop.turn_metrics(outputs, float(reward), finish))
+        await self.end(finish, outcome.reward, conversation.dialogue, metrics)
         trajectory.metrics["hints"] = float(conversation.hints.total())
         trajectory.metrics["refused_requests"] = float(conversation.refusals)
         for name in ("agent_failed", "agent_voided"):  # means over all rollouts
@@ -259,6 +241,9 @@ class _HarnessRollout(loop.RolloutSetup):
         self.host.remarks.update({f"requests with {name}": count for name, count in conversation.hints.items()})
         if conversation.refusal:
             self.host.remarks[f"refused requests: {conversation.refusal}"] += conversation.refusals
+
+    def _set_segment_rewards(self, outcome: protocols.Outcome) -> None:
+        segments = self.trajectory.segments
         if outcome.segment_rewards and self.reward is not None:
             raise self.crash(
                 "run",
@@ -266,14 +251,13 @@ class _HarnessRollout(loop.RolloutSetup):
                 "let one of the two score",
             )
         for index, value in outcome.segment_rewards.items():
-            if index not in range(len(trajectory.segments)):
-                raise self.crash("run", f"gave a reward to segment {index} of {len(trajectory.segments)}")
+            if index not in range(len(segments)):
+                raise self.crash("run", f"gave a reward to segment {index} of {len(segments)}")
             if index:
-                trajectory.segments[index].reward = float(value)
+                segments[index].reward = float(value)
             elif value != outcome.reward:
                 raise self.crash(
                     "run",
                     f"gave segment 0 the reward {value!r}, and the rollout {outcome.reward!r}: the first segment has "
                     "the rollout's reward, so give the other segments rewards of their own",
                 )
-        trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, environment_reward

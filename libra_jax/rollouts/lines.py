@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libra_jax import protocols
+from libra_jax.rollouts import record
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,14 @@ class PendingOutput:
     unseen: bool = False
 
 
-@dataclass(eq=False)
-class Line:
-    """The dialogue of one segment, as far as the client knows it.
+@dataclass(eq=False, kw_only=True)
+class Line(record.TokenRecord):
+    """The dialogue of one segment, as far as the client knows it: `position` own tokens hold its messages.
 
     Attributes:
-      segment: tokens of the dialogue.
       tools: tools that its requests offer.
       messages: dialogue up to the last delivered output, and the messages after it that an outstanding request added.
       outputs: delivered outputs, in order.
-      position: number of own tokens that `messages` account for.
       outstanding: a request's output is under way, or was not delivered as far as anybody knows.
       pending_output: the outstanding output, if it is complete.
       busy: an output is under way.
@@ -60,24 +59,14 @@ class Line:
       answered_at: event-loop time of the last delivery, in seconds.
     """
 
-    segment: protocols.Segment
     tools: tuple[protocols.ToolSpec, ...]
     messages: tuple[protocols.Message, ...]
     outputs: list[Output] = field(default_factory=list)
-    position: int = 0
     outstanding: bool = True
     pending_output: PendingOutput | None = None
     busy: bool = False
     returned: protocols.CausalState | None = None
     answered_at: float = 0.0
-
-
-def text_fits(segment: protocols.Segment, start: int, text: Sequence[int]) -> bool:
-    """Returns whether the own tokens from `start` on are none, or begin with this text (or are its beginning)."""
-    retained, sources = segment.token_ids[start:], segment.sources[start:]
-    sampled = any(source == protocols.TokenSource.MODEL for source in sources[: len(text)])
-    follows = len(retained) <= len(text) or sources[len(text)] == protocols.TokenSource.MODEL
-    return not sampled and follows and list(text[: len(retained)]) == list(retained[: len(text)])
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libra_jax import protocols
-from libra_jax.chat import thoughts
-from libra_jax.rewards import scoring
 from libra_jax.rollouts import deadline_environment, progress
-from libra_jax.utils import resolving, user_values
+from libra_jax.rollouts import record as record_lib
+from libra_jax.utils import resolving
 
 
 @dataclass(frozen=True)
@@ -53,27 +52,30 @@ class Limits:
     answer_tokens: int = 0
     options: protocols.SamplingOptions = protocols.NO_OPTIONS
 
+    def spent(self, outputs: int, generated: int) -> str | None:
+        """Returns the limit that another output would exceed after these outputs and generated tokens, or None."""
+        if outputs >= self.max_turns:
+            return "max_turns"
+        return "max_tokens" if 0 < self.rollout_tokens <= generated else None
+
+    def room(self, context: int, generated: int) -> int:
+        """Returns the most tokens of an output after a context, in a rollout that has generated tokens before."""
+        room = min(self.max_tokens, self.max_context - context)
+        return min(room, self.rollout_tokens - generated) if self.rollout_tokens else room
+
 
 @dataclass(kw_only=True)
-class RolloutSetup:
+class RolloutSetup(record_lib.RolloutRecord):
     """What a rollout needs besides what drives it.
 
     Attributes:
-      trajectory: Empty for a new rollout. Otherwise the trajectory of an aborted rollout, cut off anywhere.
-      task: Task of the rollout.
-      tokenizer: Tokenizer. Its template is applied to increments only.
       sampler: Source of tokens. Its `tool_called` is called after each output sampled here, before the step, the
         scoring or the end. Its `tool_returned` is called after a step if another output follows.
       limits: Limits of the rollout.
-      reward: Scores every finished rollout, with its own deadlines. None: the environment's reward counts.
     """
 
-    trajectory: protocols.Trajectory
-    task: protocols.Task
-    tokenizer: protocols.Tokenizer
     sampler: protocols.Sampler
     limits: Limits
-    reward: scoring.Scorer | None = None
 
 
 async def run_rollout(setup: RolloutSetup, environment: protocols.Environment) -> protocols.Trajectory:
@@ -108,7 +110,7 @@ async def run_rollout(setup: RolloutSetup, environment: protocols.Environment) -
     try:
         try:
             await rollout.run()
-        except progress.ReplayDiffers:
+        except record_lib.ReplayDiffers:
             # The retained tokens belong to another dialogue than the one that this environment holds.
             trajectory.clear()
             await rollout.run(replay_differs=True)
@@ -130,7 +132,7 @@ class _EnvironmentRollout(RolloutSetup):
           replay_differs: Whether retained tokens had to be dropped. A metric records this.
         """
         self.out_of_time = False
-        self.walk = progress.Walk(self.trajectory)
+        self.record = record_lib.TokenRecord(self.trajectory)
         self.watch = progress.Stopwatch(self.trajectory, self.limits.rollout_seconds)
         self.metrics = {"replay_differs": float(replay_differs)}
         if self.limits.answer_tokens:
@@ -145,7 +147,7 @@ class _EnvironmentRollout(RolloutSetup):
                 finish = "max_seconds" if self.out_of_time else "length"
                 if len(self.trajectory.token_ids) >= self.limits.max_context:
                     finish = "max_context"
-                if 0 < self.limits.rollout_tokens <= self.walk.generated:
+                if 0 < self.limits.rollout_tokens <= self.record.generated:
                     finish = "max_tokens"
                 return await self._finish(finish, 0.0)
             result = await self._step(output, sampled)
@@ -154,13 +156,12 @@ class _EnvironmentRollout(RolloutSetup):
             causal_state = self._show(result)
             if causal_state is None:
                 return await self._finish("max_context", 0.0)
-            self.walk.turn += 1
             # A snapshot of a replayed turn would lie behind the retained tokens, and after the last output none is
             # needed.
-            if self.walk.at_end and self._spent() is None:
+            if self.record.at_end and self._spent() is None:
                 state = await self.environment.snapshot()
                 if state is not None:
-                    loop_state = (self.walk.position, self.walk.turn, dict(self.metrics), tuple(self.messages))
+                    loop_state = (self.record.position, self.record.turn, dict(self.metrics), tuple(self.messages))
                     self.trajectory.snapshot = protocols.RolloutSnapshot(state, *loop_state)
                 if sampled:
                     await self.sampler.tool_returned(self.trajectory, causal_state)
@@ -171,24 +172,22 @@ class _EnvironmentRollout(RolloutSetup):
 
         Time counts only after all retained tokens are replayed.
         """
-        if self.walk.turn >= self.limits.max_turns:
-            return "max_turns"
-        if 0 < self.limits.rollout_tokens <= self.walk.generated:
-            return "max_tokens"
-        return "max_seconds" if self.walk.at_end and self.watch.over() else None
+        spent = self.limits.spent(self.record.turn, self.record.generated)
+        return spent or ("max_seconds" if self.record.at_end and self.watch.over() else None)
 
     async def _open(self) -> None:
         """Restores the environment to its latest snapshot. If there is none, resets it and takes its prompt."""
         snapshot, trajectory = self.trajectory.snapshot, self.trajectory
         if snapshot is not None and self.environment.optional("restore") is not None:
             await self.environment.restore(snapshot.state)
-            self.walk = progress.Walk(trajectory, snapshot.position, snapshot.turn)
+            generated = sum(trajectory.loss_mask[: snapshot.position])
+            self.record = record_lib.TokenRecord(trajectory, snapshot.position, snapshot.turn, generated)
             self.messages = [*snapshot.messages]
             self.metrics.update(snapshot.metrics)
             return
         self.messages = [*await self.environment.reset()]
         prompt = prompt_tokens(self.tokenizer, self.task, self.messages, self.limits)
-        self.walk.append(prompt, protocols.TokenSource.PROMPT)
+        self.record.append(prompt, protocols.TokenSource.PROMPT)
 
     # Tokens -----------------------------------------------------------------------------------------------------
 
@@ -197,30 +196,28 @@ class _EnvironmentRollout(RolloutSetup):
 
         The output is the text without its stop token, or None if it has no stop token.
         """
-        trajectory, limits, start = self.trajectory, self.limits, self.walk.position
-        # The retained tokens from here on that belong to one output of the model.
-        retained_count, stopped = 0, False
-        for token, source in zip(trajectory.token_ids[start:], trajectory.sources[start:], strict=True):
-            if stopped or source != protocols.TokenSource.MODEL or retained_count == limits.max_tokens:
-                break
-            retained_count, stopped = retained_count + 1, token in self.tokenizer.stop_token_ids
-        room = min(limits.max_tokens - retained_count, limits.max_context - start - retained_count)
-        if limits.rollout_tokens:
-            room = min(room, limits.rollout_tokens - self.walk.generated - retained_count)
+        trajectory, start = self.trajectory, self.record.position
+        retained_count, stopped = self.record.retained_output(self.tokenizer.stop_token_ids)
+        if retained_count > self.limits.max_tokens:
+            retained_count, stopped = self.limits.max_tokens, False
+        room = self.limits.room(start, self.record.generated) - retained_count
         sampled = not stopped and room > 0
         start_seconds = asyncio.get_running_loop().time()
         # A retained output without a stop token must be the last one; tokens after it cannot come from this replay.
         if not stopped and start + retained_count != len(trajectory.token_ids):
-            raise progress.ReplayDiffers
+            raise record_lib.ReplayDiffers
         if sampled:
             # Retained turns from here on describe an output that is sampled again or continued.
-            del trajectory.turns[self.walk.turn :]
+            del trajectory.turns[self.record.turn :]
             stopped = await self._sample(start, room)
         end = len(trajectory.token_ids) if sampled else start + retained_count
-        self.walk.record(end, start_seconds)
+        # An output without a token has no turn, unless a resume retained it.
+        if end > start or self.record.turn < len(trajectory.turns):
+            self.record.record_output(end - start, start_seconds)
+            self.record.pass_output(end - start)
         read = stopped or self.reward is not None  # only a scorer reads an output that was cut off
         output = (
-            progress.opening(self.tokenizer, trajectory.token_ids, start)
+            record_lib.opening(self.tokenizer, trajectory.token_ids, start)
             + self.tokenizer.decode(trajectory.token_ids[start : end - stopped])
             if read
             else ""
@@ -239,7 +236,7 @@ class _EnvironmentRollout(RolloutSetup):
         listener = None
         if hear is not None:
             listener = progress.Hearing(
-                hear, self.tokenizer, trajectory, start, progress.opening(self.tokenizer, trajectory.token_ids, start)
+                hear, self.tokenizer, trajectory, start, record_lib.opening(self.tokenizer, trajectory.token_ids, start)
             )
 
         def handle_tokens() -> None:
@@ -283,15 +280,12 @@ class _EnvironmentRollout(RolloutSetup):
         step_start = loop.time()
         result = await self.environment.step(output)
         self.metrics.update((name, float(value)) for name, value in result.metrics.items())
-        if result.done and not self.walk.at_end:
-            raise progress.ReplayDiffers
-        answers, turn = result.tool_returns, self.trajectory.turns[self.walk.turn]
-        if answers:
-            progress.record_returns(turn, answers)
+        if result.done and not self.record.at_end:
+            raise record_lib.ReplayDiffers
+        answers, turn = result.tool_returns, self.trajectory.turns[self.record.turn - 1]
         # Of several concurrent returns, some may include waits for others.
         reported_seconds = answers[0].seconds if len(answers) == 1 else 0.0
-        # A replayed turn keeps the seconds that it took the first time.
-        turn.tool_seconds = turn.tool_seconds or reported_seconds or loop.time() - step_start
+        record_lib.record_returns(turn, answers, reported_seconds or loop.time() - step_start)
         return result
 
     def _show(self, result: protocols.StepResult) -> protocols.CausalState | None:
@@ -299,7 +293,7 @@ class _EnvironmentRollout(RolloutSetup):
 
         Returns None, and appends nothing, if they leave no room to go on.
         """
-        answers, room = result.tool_returns, self.limits.max_context - self.walk.position
+        answers, room = result.tool_returns, self.limits.max_context - self.record.position
 
         def rendered(answers: Sequence[protocols.ToolReturn]) -> tuple[list[protocols.Message], list[int]]:
             messages = [*(protocols.Message("tool", answer.content) for answer in answers), *result.messages]
@@ -312,50 +306,24 @@ class _EnvironmentRollout(RolloutSetup):
             if cut is not None:
                 messages, tokens = rendered(cut)
             self.metrics["returns_cut"] += float(cut is not None)
-        self.trajectory.turns[self.walk.turn].payload_tokens = len(tokens)
+        causal_state = record_lib.record_payload(self.trajectory.turns[self.record.turn - 1], answers, len(tokens))
         # No room for the next output: the rollout ends here, so nothing can be retained beyond.
         if len(tokens) >= room:
-            if not self.walk.at_end:
-                raise progress.ReplayDiffers
+            if not self.record.at_end:
+                raise record_lib.ReplayDiffers
             return None
-        self.walk.append(tokens, protocols.TokenSource.TOOL)
+        self.record.append(tokens, protocols.TokenSource.TOOL)
         self.messages += messages
-        states = progress.returns([self.trajectory.turns[self.walk.turn]] if answers else [])
-        return states[0] if states else protocols.CausalState("environment", len(tokens), "success")
+        return causal_state
 
     # The end ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, finish: str, reward: float | None) -> None:
-        # Taken before a scorer replaces it: the environment's own reward is recorded, too.
-        environment_reward = float(reward) if user_values.is_finite(reward) else None
-        if self.reward is not None:
-            reward = await self._score(self.reward, finish, reward)
-        else:
+        if self.reward is None:
             reward = self.environment.reward(reward)
-        trajectory = self.trajectory
         # Retained turns that this walk did not reach are no part of the rollout.
-        del trajectory.turns[self.walk.turn + 1 :]
-        trajectory.metrics.update(self.metrics)
-        trajectory.metrics.update(turn_metrics(trajectory.turns, reward, finish))
-        trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, environment_reward
-
-    async def _score(self, scorer: scoring.Scorer, finish: str, environment_reward: float | None) -> float:
-        """Returns the scorer's reward. The scorer has its own deadlines."""
-        turns = self.trajectory.turns[: self.walk.turn + 1]
-        transcript = scoring.Transcript(
-            text=progress.policy_text(self.tokenizer, self.trajectory),
-            dialogue=self.tokenizer.decode(self.trajectory.token_ids),
-            answer=thoughts.split(self.messages[-1].content).answer.strip() if finish == "answered" else "",
-            finish=finish,
-            messages=tuple(self.messages),
-            tools=progress.returns(turns),
-            # A scorer does not see whether the rollout was interrupted, so that an interruption changes no reward.
-            metrics={name: value for name, value in self.metrics.items() if name != "replay_differs"},
-            environment_reward=float(environment_reward) if user_values.is_finite(environment_reward) else None,
-        )
-        result = await score(scorer, self.task, transcript)
-        self.metrics.update(result.metrics)
-        return result.reward
+        del self.trajectory.turns[self.record.turn :]
+        await self.end(finish, reward, self.messages, self.metrics)
 
 
 def prompt_tokens(
@@ -383,35 +351,3 @@ def _rendered(
         return tokenizer.render(messages, first=first, generation_prompt=True)
     except protocols.DataError as error:
         raise protocols.TaskRefused(f"task {task.prompt_id}: {error}") from error
-
-
-def turn_metrics(turns: Sequence[protocols.Turn], reward: float, finish: str) -> dict[str, float]:
-    """Returns the metrics that the loop adds to an environment's own (`run_rollout`)."""
-    calls = [turn for turn in turns if turn.tool is not None]
-    after_tool = reward > 0 and finish == "answered" and any(turn.status == "success" for turn in calls)
-    return {
-        "turns": float(len(turns)),
-        "tool_calls": float(len(calls)),
-        "tool_timeouts": float(sum(turn.status == "timeout" for turn in calls)),
-        "tool_success": float(bool(calls) and calls[-1].status == "success"),
-        "rewarded_after_tool": float(after_tool),
-        "answered": float(finish == "answered"),
-    }
-
-
-async def score(scorer: scoring.Scorer, task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:
-    """Returns the score of a finished rollout.
-
-    Raises:
-      RewardFailed: the scorer broke, or gave a reward that is not a finite number.
-    """
-    crash = f"reward, task {task.prompt_id}: it"
-    try:
-        result = await scorer(task, transcript)
-    except protocols.LibraError:
-        raise
-    except Exception as error:
-        raise protocols.RewardFailed(f"{crash} {resolving.raised(error)}") from error
-    if not user_values.is_finite(result.reward):
-        raise protocols.RewardFailed(f"{crash} gave {user_values.shown(result.reward)}, which is not a finite number")
-    return result

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from libra_jax import protocols
-from libra_jax.rollouts import lines, loop, outputs, progress, tool_results
+from libra_jax.rollouts import lines, loop, outputs, record, tool_results
 
 
 class Session:
@@ -38,7 +38,6 @@ class Session:
       active: number of requests under way.
       idle_since: event-loop time from which the agent could have asked for something, in seconds: the last request
         ended then, or requests could arrive again.
-      answered: number of delivered outputs.
       hints: numbers of requests that asked for what they did not get, by its name.
       refusals: number of refused requests.
       refusal: why the last one was refused.
@@ -65,14 +64,23 @@ class Session:
         self._clock = asyncio.get_running_loop().time
         self._lines: list[lines.Line] = []
         self._closed = False
-        self._generated = 0
         self.limit: str | None = None
         self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self.active = self.answered = 0
+        self.active = 0
         self.hints: collections.Counter[str] = collections.Counter()
         self.refusals, self.refusal = 0, ""
         self.idle_since = self._clock()
         self._reachable = True
+
+    @property
+    def answered(self) -> int:
+        """Number of delivered outputs."""
+        return sum(line.turn for line in self._lines)
+
+    @property
+    def _generated(self) -> int:
+        """Number of tokens of delivered outputs."""
+        return sum(line.generated for line in self._lines)
 
     @property
     def silent_seconds(self) -> float:
@@ -142,14 +150,13 @@ class Session:
         limits = self._limits
         if self._closed:
             raise protocols.Refused("closed", "the rollout of this session has ended")
-        if self.answered + self.active >= limits.max_turns:
-            self.limit = "max_turns"
-            raise protocols.Refused("limit", f"the rollout has had its {limits.max_turns} outputs (task.max_turns)")
-        if 0 < limits.rollout_tokens <= self._generated:
-            self.limit = "max_tokens"
-            raise protocols.Refused(
-                "limit", f"the rollout has generated its {limits.rollout_tokens} tokens (task.max_tokens)"
-            )
+        if (spent := limits.spent(self.answered + self.active, self._generated)) is not None:
+            self.limit = spent
+            had = {
+                "max_turns": f"had its {limits.max_turns} outputs",
+                "max_tokens": f"generated its {limits.rollout_tokens} tokens",
+            }
+            raise protocols.Refused("limit", f"the rollout has {had[spent]} (task.{spent})")
         if not request.messages or request.messages[-1].role == "assistant":
             raise protocols.Refused("invalid", "the last message must not be from the assistant", "messages")
         self._check_room(len(request.messages))  # without the cost of a template: each takes a token
@@ -213,13 +220,11 @@ class Session:
             last = line.outputs[-1] if line.outputs and not line.outstanding and not line.busy else None
             if last is None or line.tools != tools or not lines.same(line.messages[:-1], messages):
                 continue
-            tokens = line.segment.turns[len(line.outputs) - 1].generated_tokens
+            tokens = line.segment.turns[line.turn - 1].generated_tokens
             line.pending_output = lines.PendingOutput(line.messages[-1], tokens, last.stopped, unseen=True)
             line.messages, line.outstanding = line.messages[:-1], True
-            line.position -= tokens
+            line.pass_output(-tokens, -1)
             line.outputs.pop()
-            self.answered -= 1
-            self._generated -= tokens
             return
 
     def _find_output(
@@ -251,12 +256,10 @@ class Session:
         segment = line.segment
         self._check_room(segment.shared + output.end + len(added))
         last = output is line.outputs[-1] and not line.outstanding
-        if not last or not lines.text_fits(segment, output.end, added):
+        if not last or not line.fits(added):
             output_context = segment.context()[: segment.shared + output.end]
             return self._begin([*output_context, *added], line.tools, messages)
-        # A resumed rollout may hold these tokens already.
-        segment.append_text(added[len(segment.token_ids) - output.end :], protocols.TokenSource.TOOL)
-        line.position = output.end + len(added)
+        line.append(added, protocols.TokenSource.TOOL)
         line.returned = self._returned(line, messages[output.messages :], request.failed_calls, len(added))
         line.messages, line.outstanding = messages, True
         return line
@@ -276,15 +279,15 @@ class Session:
             # What follows the prompt has to be an output, or nothing yet.
             cut_off = own_length == len(segment.token_ids) or segment.sources[own_length] == protocols.TokenSource.MODEL
             if cut_off and list(segment.context()[: len(context)]) == context:
-                line = lines.Line(segment, tools, messages, position=own_length)
+                line = lines.Line(segment, own_length, tools=tools, messages=messages)
                 break
         else:
             root = self._trajectory
             unused = not root.token_ids and id(root) not in used_segments
             segment = root if unused else root.branch(*self._nearest(context))
+            line = lines.Line(segment, tools=tools, messages=messages)
             # `branch` may share less, or with an ancestor.
-            segment.append_text(context[segment.shared :], protocols.TokenSource.PROMPT)
-            line = lines.Line(segment, tools, messages, position=len(segment.token_ids))
+            line.append(context[segment.shared :], protocols.TokenSource.PROMPT)
         self._lines.append(line)
         return line
 
@@ -329,14 +332,9 @@ class Session:
                 answers.append(
                     protocols.ToolReturn(tool, outcome, message.content, call=tool_results.call(answered_call))
                 )
-        turn = line.segment.turns[len(line.outputs) - 1]
-        turn.payload_tokens = payload_tokens
-        # A replayed turn keeps the seconds that it took the first time.
-        turn.tool_seconds = turn.tool_seconds or self._clock() - line.answered_at
-        if not answers:
-            return protocols.CausalState("environment", payload_tokens, "success")
-        progress.record_returns(turn, answers)
-        return progress.returns([turn])[0]
+        turn = line.segment.turns[line.turn - 1]
+        record.record_returns(turn, answers, self._clock() - line.answered_at)
+        return record.record_payload(turn, answers, payload_tokens)
 
     # Outputs --------------------------------------------------------------------------------------------------------
 
@@ -344,14 +342,10 @@ class Session:
         self, line: lines.Line, request: protocols.ChatRequest
     ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
         segment, start, start_seconds = line.segment, line.position, self._clock()
-        token_count, complete = self._retained(segment, start)
-        room = min(
-            self._limits.max_tokens,
-            self._limits.max_tokens if request.max_tokens is None else request.max_tokens,
-            self._limits.max_context - segment.shared - start,
-        )
-        if self._limits.rollout_tokens:
-            room = min(room, self._limits.rollout_tokens - self._generated)
+        token_count, complete = line.retained_output(self._form.stop_token_ids)
+        complete = complete or start + token_count < len(segment.token_ids)
+        room = self._limits.room(segment.shared + start, self._generated)
+        room = room if request.max_tokens is None else min(room, request.max_tokens)
         parser = self._form.parser(request.tools, segment.context()[: segment.shared + start])
         reader = outputs.Reader(self._form, parser, request.stop)
         if complete or token_count >= room:
@@ -369,7 +363,7 @@ class Session:
         rest, message = reader.finish()
         for delta in rest:
             yield delta
-        self._record(line, token_count, start_seconds)
+        line.record_output(token_count, start_seconds)
         line.pending_output = lines.PendingOutput(message, token_count, reader.stopped)
         ids, scores = segment.token_ids[start : start + token_count], segment.log_probs[start : start + token_count]
         reply = protocols.Reply(
@@ -391,24 +385,11 @@ class Session:
     def _deliver(self, line: lines.Line, pending_output: lines.PendingOutput) -> None:
         """Makes a complete output a part of the line's dialogue."""
         line.messages = (*line.messages, pending_output.message)
-        line.position += pending_output.tokens
+        line.pass_output(pending_output.tokens)
         line.outputs.append(lines.Output(len(line.messages), line.position, pending_output.stopped))
         line.outstanding, line.pending_output, line.returned, line.answered_at = False, None, None, self._clock()
-        self.answered += 1
-        self._generated += pending_output.tokens
         if self.limit == "max_context":  # the harness has found a way to go on
             self.limit = None
-
-    def _retained(self, segment: protocols.Segment, start: int) -> tuple[int, bool]:
-        """Returns the number of retained tokens of the output that begins at `start`, and whether it is complete."""
-        token_count = 0
-        for token, source in zip(segment.token_ids[start:], segment.sources[start:], strict=True):
-            if source != protocols.TokenSource.MODEL:
-                return token_count, True
-            token_count += 1
-            if token in self._form.stop_token_ids:
-                return token_count, True
-        return token_count, False
 
     async def _sample(
         self, line: lines.Line, room: int, reader: outputs.Reader
@@ -445,14 +426,6 @@ class Session:
             await asyncio.wait({work})
             await self._sampler.tool_called(segment)
 
-    def _record(self, line: lines.Line, generated: int, start_seconds: float) -> None:
-        """Records the turn of an output. Fills in the retained turn of a resumed rollout."""
-        turns, number = line.segment.turns, len(line.outputs)
-        if number < len(turns):
-            turns[number].generated_tokens = generated
-        else:
-            turns.append(protocols.Turn(generated_tokens=generated, start_seconds=start_seconds))
-
     # The end --------------------------------------------------------------------------------------------------------
 
     @property
@@ -484,7 +457,7 @@ class Session:
             client_position = segment_line.position if segment_line is not None else 0
             length = max(client_position, needed.get(id(segment), 0))
             segment.cut(length)
-            del segment.turns[len(segment_line.outputs) if segment_line is not None else 0 :]
+            del segment.turns[segment_line.turn if segment_line is not None else 0 :]
             # Context of a child, which another output than this rollout's may have led to.
             segment.disown(client_position, length)
             if not length:

@@ -12,7 +12,7 @@ import asyncio
 from typing import NamedTuple
 
 from libra_jax import protocols
-from libra_jax.rollouts import deadline_environment
+from libra_jax.rollouts import deadline_environment, record
 from libra_jax.rollouts import loop as agent_loop
 from libra_jax.simulator import trajectory as counted
 
@@ -181,6 +181,6 @@ class _Rollout:
 
     def _finish(self, finish: str, reward: float) -> None:
         rollout = self._rollout
-        rollout.metrics.update(agent_loop.turn_metrics(rollout.all_turns, reward, finish))
+        rollout.metrics.update(record.turn_metrics(rollout.all_turns, reward, finish))
         rollout.reward = rollout.environment_reward = reward
         rollout.finish = finish
