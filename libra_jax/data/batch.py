@@ -32,6 +32,20 @@ and each micro-batch's `routing` and `routed`, or empty dicts."""
 ScoreNorms = Callable[[Sequence[sequences_lib.Example]], estimators.Scores]
 """Returns the scores of trajectories (`learner.Learner.score_norms`)."""
 
+
+def _refusing(sentence: str) -> Callable[..., Any]:
+    """Returns a function that raises LibraError with a sentence."""
+
+    def refuse(*arguments: Any) -> Any:
+        raise protocols.LibraError(sentence)
+
+    return refuse
+
+
+NO_REFERENCE: Score = _refusing("algorithm.kl_coefficient needs a reference model, and a hybrid worker holds none.")
+NO_CRITIC: Score = _refusing("critic.enabled needs the critic's values, and only the trainer has a critic.")
+NO_SCORE_NORMS: ScoreNorms = _refusing("algorithm.baseline=minimum_variance needs the gradients of single rollouts.")
+
 NO_ADVANTAGE = 1e-6
 """Largest absolute advantage in a group that counts as having no gradient; larger than rounding errors."""
 
@@ -70,9 +84,9 @@ def prepare(
     config: config_lib.RunConfig,
     batch: protocols.TrainBatch,
     model: model_config.TransformerConfig,
-    score: Score | None = None,
-    value: Score | None = None,
-    score_norms: ScoreNorms | None = None,
+    score: Score = NO_REFERENCE,
+    value: Score = NO_CRITIC,
+    score_norms: ScoreNorms = NO_SCORE_NORMS,
 ) -> Prepared:
     """Packs a batch and lays out the further arrays that the objective needs.
 
@@ -107,12 +121,14 @@ def prepare(
             segments.check(config, sequences, packed)
             own_rewards = segments.reward_offsets(algorithm, sequences.trajectories)
     # 2. Scores of the reference model, the critic and the policy itself.
-    reference = _reference(config, packed, routing, taught, score)
-    # As a penalty in the reward, the KL enters the advantages, which are computed on the host.
-    if algorithm.kl_in_reward and reference is not None and taught is None:
-        taught = _gathered(packed, reference, sequences)
-    values = _values(config, packed, routing, sequences, value)
-    norms = _score_norms(config, sequences, score_norms)
+    reference: Sequence[Any] | None = None
+    if algorithm.kl_coefficient:
+        reference = score(packed, routing) if taught is None else packed.scatter(taught)
+        # As a penalty in the reward, the KL enters the advantages, which are computed on the host.
+        if algorithm.kl_in_reward and taught is None:
+            taught = _gathered(packed, reference, sequences)
+    values = _gathered(packed, value(packed, routing), sequences) if config.critic.enabled else None
+    norms = score_norms(sequences.examples) if algorithm.baseline == "minimum_variance" else None
     # 3. Advantages, and then the turns to train: advantages and a critic's returns are those of whole trajectories.
     advantages, returns = batch_advantages.token_advantages(algorithm, sequences, taught, values, norms, own_rewards)
     described: dict[str, tuple[int, int]] = {}
@@ -237,49 +253,6 @@ def _teacher_log_probs(
         log_probs_N = sequences_lib.joined(columns, np.float32)
         log_probs.append(np.zeros_like(log_probs_N) if masked else log_probs_N)
     return log_probs
-
-
-def _reference(
-    config: config_lib.RunConfig,
-    packed: packing.Packed,
-    routing: Sequence[dict[str, Any]],
-    taught: Sequence[np.ndarray] | None,
-    score: Score | None,
-) -> Sequence[Any] | None:
-    """Returns the log-probabilities of the reference model or teacher, [B, T] each; None if none compares."""
-    if taught is not None:
-        return packed.scatter(taught)
-    if not config.algorithm.kl_coefficient:
-        return None
-    if score is None:
-        raise protocols.LibraError("algorithm.kl_coefficient needs a reference model, and a hybrid worker holds none.")
-    return score(packed, routing)
-
-
-def _values(
-    config: config_lib.RunConfig,
-    packed: packing.Packed,
-    routing: Sequence[dict[str, Any]],
-    sequences: sequences_lib.BatchSequences,
-    value: Score | None,
-) -> list[np.ndarray] | None:
-    """Returns the critic's value before each token, [N] each; None without a critic."""
-    if not config.critic.enabled:
-        return None
-    if value is None:
-        raise protocols.LibraError("critic.enabled needs the critic's values, and only the trainer has a critic.")
-    return _gathered(packed, value(packed, routing), sequences)
-
-
-def _score_norms(
-    config: config_lib.RunConfig, sequences: sequences_lib.BatchSequences, score_norms: ScoreNorms | None
-) -> estimators.Scores | None:
-    """Returns the scores of the trajectories; None if the baseline needs none."""
-    if config.algorithm.baseline != "minimum_variance":
-        return None
-    if score_norms is None:
-        raise protocols.LibraError("algorithm.baseline=minimum_variance needs the gradients of single rollouts.")
-    return score_norms(sequences.examples)
 
 
 def _gathered(

@@ -161,11 +161,6 @@ class Packed:
         """Number of columns of all micro-batches, padding included."""
         return sum(count * width for count, width in self.columns.shapes)
 
-    @property
-    def padding_fraction(self) -> float:
-        """Fraction of all columns that hold no token."""
-        return 1.0 - sum(place.columns for place in self.places) / self.size
-
     def scatter(self, values: Sequence[np.ndarray | float]) -> list[np.ndarray]:
         """Lays per-sequence values out as one float32 [B, T] array per micro-batch, 0 in padding.
 

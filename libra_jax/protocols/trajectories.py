@@ -396,14 +396,17 @@ class Trajectory(Segment):
             return self.turns
         return sorted((turn for each in self.segments for turn in each.turns), key=lambda turn: turn.start_seconds)
 
+    def shift(self, seconds: float) -> None:
+        """Moves all event-loop times, to the clock of another process."""
+        self.start_seconds += seconds
+        for turn in (turn for segment in self.segments for turn in segment.turns):
+            turn.start_seconds += seconds
+
     def goes_on_at(self, now: float) -> None:
         """Moves all times back if the latest lies after `now`: a rollout may go on where the clock is younger."""
         late = max((turn.start_seconds for each in self.segments for turn in each.turns), default=now) - now
         if late > 0:
-            self.start_seconds -= late
-            for each in self.segments:
-                for turn in each.turns:
-                    turn.start_seconds -= late
+            self.shift(-late)
 
 
 @dataclass

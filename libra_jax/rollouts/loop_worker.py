@@ -156,7 +156,7 @@ class Worker(protocols.LoopWorker):
     async def _run(self, order: protocols.RolloutOrder) -> None:
         trajectory = order.trajectory
         name, error = trajectory.trajectory_id, None
-        mirror.shift(trajectory, -self._ahead)
+        trajectory.shift(-self._ahead)
         tracker = self._trackers[name] = mirror.Tracker(trajectory, self._ahead)
         try:
             await self._rollouts.run(order)

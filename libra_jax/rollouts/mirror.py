@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from libra_jax import protocols
 
@@ -107,11 +106,3 @@ def apply(trajectory: protocols.Trajectory, update: protocols.RolloutUpdate) -> 
     trajectory.metrics.update(update.metrics)
     trajectory.start_seconds, trajectory.seconds = update.start_seconds, update.seconds
     trajectory.snapshot, trajectory.environment_reward = update.snapshot, update.environment_reward
-
-
-def shift(trajectory: protocols.Trajectory, seconds: float) -> None:
-    """Moves all event-loop times of a rollout, to the clock of another process."""
-    trajectory.start_seconds += seconds
-    turns: Sequence[protocols.Turn] = [turn for segment in trajectory.segments for turn in segment.turns]
-    for turn in turns:
-        turn.start_seconds += seconds

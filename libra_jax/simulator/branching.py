@@ -130,13 +130,9 @@ class _Rollout:
     async def _sample(self, segment: counted.Counted, start_time: float) -> str | None:
         """Samples an output. Returns None if it is complete, or else the limit that it met."""
         limits, before = self._limits, segment.generated_tokens
-        room = min(limits.max_tokens, limits.max_context - segment.context_tokens)
-        if limits.rollout_tokens:
-            room = min(room, limits.rollout_tokens - self._rollout.sampled_tokens)
-            if room <= 0:
-                return "max_tokens"
+        room = limits.room(segment.context_tokens, self._rollout.sampled_tokens)
         if room <= 0:
-            return "max_context"
+            return limits.spent(0, self._rollout.sampled_tokens) or "max_context"
         sampling = protocols.SamplingParams(limits.temperature, room, (counted.STOP,))
         reason = await self._sampler.sample(segment, sampling)
         segment.turns.append(protocols.Turn(segment.generated_tokens - before, start_seconds=start_time))
@@ -156,12 +152,9 @@ class _Rollout:
 
     def _record(self, segment: counted.Counted, answer: _Answer) -> int:
         """Records the tool that the last output called, in its turn. Returns the tokens of the return."""
-        turn, result = segment.turns[-1], answer.result
-        turn.tool_seconds = answer.seconds
-        for returned in result.tool_returns:  # a script has one at most
-            turn.tool, turn.status = returned.tool, returned.status
-            turn.call, turn.error = returned.call, returned.error
-            turn.tool_seconds = returned.seconds or answer.seconds
+        result = answer.result
+        reported_seconds = sum(returned.seconds for returned in result.tool_returns)  # a script has one at most
+        record.record_returns(segment.turns[-1], result.tool_returns, reported_seconds or answer.seconds)
         messages = [protocols.Message("tool", returned.content) for returned in result.tool_returns]
         return len(self._tokenizer.render([*messages, *result.messages], first=False, generation_prompt=True))
 
@@ -174,9 +167,7 @@ class _Rollout:
         segment = self._segments[place]
         tokens = self._record(segment, answer)
         self._show(segment, tokens)
-        turn = segment.turns[-1]
-        status = turn.status or "success"
-        state = protocols.CausalState(turn.tool or "environment", tokens, status, turn.call, turn.error)
+        state = record.record_payload(segment.turns[-1], answer.result.tool_returns, tokens)
         await self._sampler.tool_returned(segment, state)
 
     def _finish(self, finish: str, reward: float) -> None:

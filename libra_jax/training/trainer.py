@@ -423,7 +423,7 @@ class TrainerActor:
     def _prepared(self, batch: protocols.TrainBatch) -> batch_lib.Prepared:
         running = self.running()
         running.end_warm_start()
-        values = None if running.critic is None else running.critic.values
+        values = batch_lib.NO_CRITIC if running.critic is None else running.critic.values
         learner = running.learner
         return batch_lib.prepare(
             self._config, batch, self._model, learner.reference_log_probs, values, learner.score_norms

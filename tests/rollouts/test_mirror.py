@@ -81,7 +81,7 @@ def test_an_update_carries_only_tokens_that_the_copy_lacks():
 def test_times_reach_the_copy_on_its_own_clock():
     trajectory = protocols.Trajectory("task/0", "task", start_seconds=105.0)
     held = copy.deepcopy(trajectory)
-    mirror.shift(trajectory, -100.0)
+    trajectory.shift(-100.0)
     tracker = mirror.Tracker(trajectory, ahead=100.0)
     trajectory.append_text([1], protocols.TokenSource.PROMPT)
     trajectory.turns.append(protocols.Turn(1, start_seconds=6.0))

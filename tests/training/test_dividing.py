@@ -121,7 +121,7 @@ def test_each_process_lays_out_its_rows_and_reports_the_numbers_of_the_whole_bat
             got = batch_lib.prepare(config, joined.of(numbers), SHAPE)
             assert got.packed.places == wanted.packed.places
             assert (got.work, got.packed.minibatches) == (wanted.work, wanted.packed.minibatches)
-            assert got.packed.padding_fraction == wanted.packed.padding_fraction
+            assert got.packed.size == wanted.packed.size
             pairs = [sum(layout.pairs for layout in each.packed.layouts) for each in (got, wanted)]
             assert pairs[0] == pairs[1]
             for number, (mine, theirs) in enumerate(zip(arrays(got), arrays(wanted), strict=True)):

@@ -103,7 +103,8 @@ def test_a_teacher_behind_an_endpoint_teaches_what_one_on_the_mesh_does(small, t
                 trajectory.teacher_log_probs.extend([0.0, *found[row, np.arange(TOKENS - 1), tokens[row, 1:]].tolist()])
         held = learner.inputs.refers, learner.layout.state.reference is not None
         assert held == ((True, True) if source == path else (False, False))
-        made = batch_lib.prepare(config, batch, small.shape, learner.reference_log_probs if source == path else None)
+        score = learner.reference_log_probs if source == path else batch_lib.NO_REFERENCE
+        made = batch_lib.prepare(config, batch, small.shape, score)
         prepared.append(made)
         metrics.append(learner.train(made.packed, 1e-3, made.extras, made.packed.minibatches))
     for mesh, served in zip(*(one.advantages for one in prepared), strict=True):
