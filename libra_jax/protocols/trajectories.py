@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copyreg
 import enum
+import itertools
 import pickle
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NotRequired, SupportsIndex, TypedDict
 
@@ -240,6 +241,13 @@ class Segment:
     def name(self) -> str:
         """Id of the segment's request: the rollout's id, and from the second segment on its number."""
         return f"{self.trajectory_id}+{self.index}" if self.index else self.trajectory_id
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yields the source, begin and end of each run of own tokens of one source, in order."""
+        end = 0
+        for source, run in itertools.groupby(self.sources):
+            start, end = end, end + sum(1 for _ in run)
+            yield source, start, end
 
     def append_text(self, token_ids: Sequence[int], source: TokenSource) -> None:
         """Appends tokens that no policy sampled (prompt or tool return)."""

@@ -6,7 +6,6 @@ read causal states. `RolloutRecord` ends the rollout: it makes the transcript, a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -135,9 +134,7 @@ def policy_text(tokenizer: protocols.Tokenizer, trajectory: protocols.Trajectory
     """Returns the outputs of a rollout's policy, without their stop tokens, joined by line breaks."""
     outputs = []
     for segment in trajectory.segments:
-        end = 0
-        for source, run in itertools.groupby(segment.sources):
-            start, end = end, end + len(list(run))
+        for source, start, end in segment.runs():
             if source == protocols.TokenSource.MODEL:
                 stopped = segment.token_ids[end - 1] in tokenizer.stop_token_ids
                 text = tokenizer.decode(segment.token_ids[start : end - stopped])

@@ -6,7 +6,6 @@ training, which uses the sampled tokens themselves.
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,17 +98,15 @@ class Samples:
     def _pieces(self, segment: protocols.Segment) -> list[tuple[int, str]]:
         """Returns the source and the text of each run of tokens of one source, in order."""
         pieces: list[tuple[int, str]] = []
-        start = 0
-        for source, run in itertools.groupby(segment.sources):
-            tokens = segment.token_ids[start : start + len(list(run))]
-            start += len(tokens)
+        for source, start, end in segment.runs():
+            tokens = segment.token_ids[start:end]
             if len(tokens) <= MOST_TOKENS:
                 text = self.tokenizer.decode(tokens)
             else:
                 # Cut in tokens before decoding, because decoding a huge output would hold up the event loop.
                 half = MOST_TOKENS // 2
-                begin, end = self.tokenizer.decode(tokens[:half]), self.tokenizer.decode(tokens[-half:])
-                text = f"{begin}\n[... {len(tokens) - 2 * half:,} tokens left out ...]\n{end}"
+                head, tail = self.tokenizer.decode(tokens[:half]), self.tokenizer.decode(tokens[-half:])
+                text = f"{head}\n[... {len(tokens) - 2 * half:,} tokens left out ...]\n{tail}"
             pieces.append((source, text))
         return pieces
 
