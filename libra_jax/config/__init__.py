@@ -49,7 +49,7 @@ from libra_jax.config.operation import ClusterConfig, DeadlineConfig, GatewayCon
 from libra_jax.config.optimizers import OptimizerConfig
 from libra_jax.config.parsing import checked, parse, to_dict
 from libra_jax.config.rollout import ORDERINGS, POLICIES, CostConfig, RolloutConfig, SchedulerConfig, slots_by_degree
-from libra_jax.config.run import MAY_CHANGE, RunConfig, digest, identity
+from libra_jax.config.run import MAY_CHANGE, RunConfig, digest
 from libra_jax.config.training import PROJECTIONS, LoraConfig, ModelConfig, TrainerConfig, WarmStartConfig
 
 __all__ = [
@@ -107,7 +107,6 @@ __all__ = [
     "field",
     "freeze",
     "group",
-    "identity",
     "nearest",
     "now",
     "parse",

@@ -163,7 +163,7 @@ def check_effects(run: Any, group: Any = None, prefix: str = "") -> None:
 
 
 def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value) or '""'
 
 
 def described(rule: Constraint) -> str:
