@@ -21,9 +21,7 @@ Accelerators on several hosts are planned in whole hosts, because no host both t
 
 The costs of steps are computed from a hardware sheet and the model's shape. Batch, staleness and limits come from
 the config (configs/simulate.py without --config). --config.coordinator.groups_per_step=64 changes one of these
-settings; a field that no plan reads is refused. --config.planner.simulate_top=3 simulates the three best plans for some
-steps, and takes the one with the shortest step. launch/train.py and launch/simulate.py take the written plan by
---plan.
+settings; a field that no plan reads is refused. launch/train.py and launch/simulate.py take the written plan by --plan.
 
 Unlike accelerators are assigned by what each is good at:
 
@@ -47,7 +45,7 @@ from rich import console, table
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.build import inventory, planned, trial
+from libra_jax.build import inventory, planned
 from libra_jax.models import config as model_config
 from libra_jax.planning.costs import costs, hardware
 from libra_jax.planning.forecast import forecast
@@ -59,6 +57,7 @@ OBJECTIVES = ("step_time", "per_accelerator", "cheapest")
 SWEEPS = ("accelerators", "hardware", "lengths")
 ACCELERATORS = (16, 32, 48, 64, 96, 128, 256, 512, 1_024, 2_048, 4_096, 10_240)
 FACTORS = (0.25, 0.5, 1.0, 2.0)
+SIMULATED = 3  # assignments of an inventory
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A run's config file, simulated or real.", lock_config=True)
 _HARDWARE = flags.DEFINE_string("hardware", None, f"Accelerator: {', '.join(hardware.NAMES)}.")
@@ -112,10 +111,6 @@ def main() -> None:
         )
     if _SWEEP.value and _OUTPUT.value is not None:
         raise protocols.ConfigError("--output: a sweep writes no file; leave --output or --sweep out")
-    if _SWEEP.value and _CONFIG.value.planner.simulate_top:
-        raise protocols.ConfigError(
-            "--sweep: simulates no plan; set --config.planner.simulate_top=0, or leave --sweep out"
-        )
     case = planned.case(config_lib.to_dict(_CONFIG.value), _request())
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
@@ -125,13 +120,6 @@ def main() -> None:
         return
     searched = case.searched()
     best, seconds = _timed(searched, case.devices)
-    top, trials = case.run.planner.simulate_top, []
-    if top:
-        tried = (
-            searched.ranked(case.devices, max(top, search.SURE))[:top] if _OBJECTIVE.value == "step_time" else [best]
-        )
-        trials = trial.of_splits(case, tried)
-        best = trials[0].split
     splits = list(searched.splits(case.devices, near=best if _OBJECTIVE.value == "step_time" else None))
     # Relative errors of the times: from a profile's held-out steps, or from the coefficients.
     if (profile := case.setting.profile) is not None:
@@ -141,8 +129,6 @@ def main() -> None:
     _print(best, case, unsure)
     bounds = [bucket.max_remaining_tokens for bucket in best.rollout]
     print("\n".join(case.predictions.confusion(len(bounds)).lines(bounds)))
-    if trials:
-        print("\n".join(["Simulated, the shortest step first:", *(f"  {one.line()}" for one in trials)]))
     if _OBJECTIVE.value == "step_time":
         print(f"Runner-up: {search.compared(best, splits, case.setting.staleness)}.")
     else:
@@ -165,7 +151,7 @@ def _print_assignments() -> None:
     run = _CONFIG.value
     if not isinstance(run, settings.SimulatedRun):
         raise protocols.ConfigError("--inventory: needs a simulated run's --config, such as configs/mixed_hardware.py")
-    best, *others = inventory.assign(run, inventory.parse(_INVENTORY.value), run.planner.simulate_top or 3, print)
+    best, *others = inventory.assign(run, inventory.parse(_INVENTORY.value), SIMULATED, print)
     print(f"Best: {best.line()}.")
     for one in others:
         print(f"Then: {one.line()}.")

@@ -55,7 +55,6 @@ SHARED = (
     "planner.compiled",
     "planner.degrees",
     "planner.profile",
-    "planner.simulate_top",
     "rollout.max_context",
     "rollout.max_tokens",
     "rollout.slots",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.build import background_trials, chat_formats, cpu_rows, observing, trial, worker_specs
+from libra_jax.build import chat_formats, cpu_rows, observing, worker_specs
 from libra_jax.chat import tokenizers
 from libra_jax.cluster import create as cluster
 from libra_jax.cluster import placement, resolved_run
@@ -78,8 +78,7 @@ def global_planner(run: resolved_run.ResolvedRun) -> planner.GlobalPlanner | Non
     while it trains (`reach`).
 
     Raises:
-      ConfigError: the hardware is unknown, an instance has a degree that plans may not use, or the run's plans cannot
-        be simulated although `planner.simulate_top` asks for it.
+      ConfigError: the hardware is unknown, or an instance has a degree that plans may not use.
     """
     config, layout = run.config, run.layout
     if not config.planner.period:
@@ -96,12 +95,8 @@ def global_planner(run: resolved_run.ResolvedRun) -> planner.GlobalPlanner | Non
         together=None if layout is None else max(host.accelerators for host in layout.hosts),
     )
     forecast.check_layout(config, setting)
-    trials = None
-    if config.planner.simulate_top:
-        subject = trial.Subject.from_config(config, setting)
-        trials = background_trials.BackgroundTrials(subject, config.planner.simulate_seconds)
     begin = plans.from_config(config, mesh)
-    return planner.GlobalPlanner(config.planner, setting, begin, masks=config.task.masks, trials=trials)
+    return planner.GlobalPlanner(config.planner, setting, begin, masks=config.task.masks)
 
 
 async def train(

@@ -94,9 +94,6 @@ class PlannerConfig:
     window: int = field(2, gt=0)  # training steps whose trajectories predict the demand of the next
     horizon: int = field(20, gt=0)  # training steps within which a move must pay off
     cooldown: int = field(5, ge=0)  # training steps between a move and the next
-    # Best plans that short simulations rank again, in launch/plan.py and (in the background) in a run; 0: none.
-    simulate_top: int = field(0, ge=0)
-    simulate_seconds: float = field(600.0, gt=0)  # seconds after which a run takes the best predicted plan instead
     least_gain: float = field(0.05, ge=0)  # minimum relative gain in step time of a move
     # Requests waiting for a slot, relative to all slots, above which a search starts early.
     queue_pressure: float = field(1.0, ge=0)

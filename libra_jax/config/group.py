@@ -66,6 +66,8 @@ REMOVED = {
     "coordinator.stale": RemovedSetting("training waits for a group that is about to exceed max_staleness", ("wait",)),
     "rollout.kv_transfer": RemovedSetting("the instance that a request moves to prefills its context", ("none",)),
     "scheduler.costs.transfer_tokens_per_second": RemovedSetting("a move costs a prefill of the context"),
+    "planner.simulate_seconds": RemovedSetting("predictions alone rank plans"),
+    "planner.simulate_top": RemovedSetting("predictions alone rank plans", (0,)),
     "reward.cache_entries": RemovedSetting("every rollout is scored; a slow function can keep its own values"),
     "scheduler.max_residents": _policy_argument("cmlfq_authors", "max_residents", 64, 0),
     "scheduler.move_margin": _policy_argument("cmlfq", "move_margin", 1.0, 8.0),

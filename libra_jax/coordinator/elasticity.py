@@ -55,9 +55,6 @@ class Planner(Protocol):
         ...
 
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
-    def close(self) -> None:
-        """Ends the planner's work in the background, at the end of the run."""
-        ...
 
 
 class Workers(Protocol):
@@ -180,10 +177,6 @@ class PlanFollower:
                 self.disturbed = True
                 self._move = self._scope.start(self._carry_out(before, plan), "moving to a new plan")
         return metrics
-
-    def close(self) -> None:
-        """Ends the planner's work in the background."""
-        self._planner.close()
 
     async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
         """Moves from one plan to another. Devices are freed before they are taken.
@@ -343,8 +336,6 @@ class Elasticity:
 
     async def close(self) -> None:
         """Stops all changes at the end of the run."""
-        if self.follower is not None:
-            self.follower.close()
         if self.hybrid is not None:
             # First, because it does not wait, and a resize's processes may not end in time.
             self.hybrid.close()

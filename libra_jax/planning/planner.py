@@ -5,8 +5,7 @@ last steps predict the demand of the next (`serving.Demand`). Costs start from a
 corrected by the measured time of the last steps over the sheet's time.
 
 `replanning.Replanner` decides when to look for a better plan, and when to take it. If the instances stay, each look
-still redraws their length ranges, which costs nothing. With `planner.simulate_top`, short simulations rank the best
-plans again (`ranking`).
+still redraws their length ranges, which costs nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning import replanning
 from libra_jax.planning.forecast import forecast
-from libra_jax.planning.search import plans, ranking
+from libra_jax.planning.search import plans
 
 LEVELS = 8
 """Steps over which a stage's level is averaged: with max staleness above 0 long and short steps alternate, so no
@@ -84,7 +83,6 @@ class GlobalPlanner:
       setting: conditions of the plans.
       plan: the plan in force at first.
       masks: tells whether a rollout with this finish is left out of training (`TaskConfig.masks`).
-      trials: simulates the best `planner.simulate_top` plans, which are then ranked again; None: predictions rank them.
 
     Attributes:
       levels: levels measured so far.
@@ -97,7 +95,6 @@ class GlobalPlanner:
         plan: protocols.Plan,
         *,
         masks: Callable[[str | None], bool],
-        trials: ranking.Trials | None = None,
     ) -> None:
         self._config = config
         self._setting = setting
@@ -112,8 +109,6 @@ class GlobalPlanner:
         )
         self._measured: set[str] = set() if profile is None else {"train", "rollout"}
         self._steps = 0
-        self._ranking = ranking.Ranking(config.simulate_top, trials)
-        self._lost = False  # the step lost an instance
         self._work: forecast.Work  # of the latest steps; `after` sets it before the first look
         self._expected: forecast.Prediction | None = None
         self._before: protocols.Plan | None = None
@@ -125,8 +120,8 @@ class GlobalPlanner:
         self._replanner: replanning.Replanner[protocols.Plan] = replanning.Replanner(
             rules,
             plan,
-            best=lambda: self._ranking.best(self._work, self.levels, self.plan, wait=not self._lost),
-            seconds=lambda plan: self._ranking.seconds(self._work, self.levels, plan),
+            best=lambda: self._work.best(self.levels),
+            seconds=lambda plan: self._work.predict(plan, self.levels).step,
             move=self._move_seconds,
         )
 
@@ -157,8 +152,7 @@ class GlobalPlanner:
           may_move: allows a decision; without it there is no look.
 
         Returns:
-          The decision, if there was a look; `plan` has been updated. A look that simulates plans decides after a later
-          step. The metrics compare the prediction for this
+          The decision, if there was a look; `plan` has been updated. The metrics compare the prediction for this
           step, made before it, with its measured time, and with its time under the plan before the last move.
         """
         metrics: dict[str, float] = {}
@@ -178,10 +172,8 @@ class GlobalPlanner:
             signs = replanning.Signs(
                 now.train, now.rollout, waiting=measured.waiting, slots=measured.slots, lost=measured.lost
             )
-            before, self._lost = self.plan, measured.lost > 0
+            before = self.plan
             decision = self._replanner.after(step, signs)
-            if decision is not None:
-                decision = dataclasses.replace(decision, ranked=self._ranking.source)
             if self.plan != before:
                 self._before = before
         if decision is not None and not self._config.shadow:
@@ -255,10 +247,6 @@ class GlobalPlanner:
     def refuse(self, plan: protocols.Plan) -> None:
         """Sets the plan in force after a decision could not be carried out. The cooldown holds all the same."""
         self._replanner.present, self._before = plan, None
-
-    def close(self) -> None:
-        """Ends simulations that still run. The planner is not used after this."""
-        self._ranking.close()
 
     def snapshot(self) -> dict[str, Any]:
         """Returns JSON-able state: the plan in force, when it looked and moved, and the levels. Lengths are

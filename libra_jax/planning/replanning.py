@@ -73,7 +73,6 @@ class Decision(Generic[Plan]):
       move_seconds: seconds that the move between them costs.
       moved: the plan was taken.
       reason: reason for or against the move.
-      ranked: clause that says what ranked the best plans, if not predictions alone.
     """
 
     step: int
@@ -84,7 +83,6 @@ class Decision(Generic[Plan]):
     move_seconds: float
     moved: bool
     reason: str
-    ranked: str = ""
 
     def record(self) -> dict[str, Any]:
         """Returns the line of `plans.jsonl`, as a dict; `gain` is the relative gain of a step."""
@@ -93,10 +91,9 @@ class Decision(Generic[Plan]):
     def line(self) -> str:
         """Returns the line of the log."""
         verdict = "moves" if self.moved else "stays"
-        ranked = f" ({self.ranked})" if self.ranked else ""
         return (
             f"step {self.step} ({self.why}): {verdict}: {self.present_seconds:.1f} s a step now, "
-            f"{self.best_seconds:.1f} s at best, {self.move_seconds:.1f} s to get there: {self.reason}{ranked}"
+            f"{self.best_seconds:.1f} s at best, {self.move_seconds:.1f} s to get there: {self.reason}"
         )
 
 
@@ -105,7 +102,7 @@ class Replanner(Generic[Plan]):
 
     Args:
       rules: rules for looks and moves.
-      best: returns the best plan for the present work; None if it has to be asked again after the next step.
+      best: returns the best plan for the present work.
       seconds: plan to the seconds of a step, for the present work.
       move: (from, to) to the seconds that a move costs.
     """
@@ -115,7 +112,7 @@ class Replanner(Generic[Plan]):
         rules: Rules,
         present: Plan,
         *,
-        best: Callable[[], Plan | None],
+        best: Callable[[], Plan],
         seconds: Callable[[Plan], float],
         move: Callable[[Plan, Plan], float],
     ) -> None:
@@ -127,10 +124,9 @@ class Replanner(Generic[Plan]):
         self._moved_at: int | None = None
         self._looked_at = 0
         self._slower = ""  # the stage that took much longer at the last look
-        self._pending_reason = ""  # why it looks, if `best` has still to answer
 
     def after(self, step: int, signs: Signs) -> Decision[Plan] | None:
-        """Returns the decision after a training step; None if nothing calls for a look, or the look goes on.
+        """Returns the decision after a training step; None if nothing calls for a look.
 
         Args:
           step: number of the step, from 1.
@@ -142,13 +138,10 @@ class Replanner(Generic[Plan]):
             slower = "rollout"
         elif signs.train_seconds > rules.imbalance * signs.rollout_seconds:
             slower = "training"
-        why = self._pending_reason or self._why(step, signs, slower)
+        why = self._why(step, signs, slower)
         if why is None:
             return None
         best = self._best()
-        self._pending_reason = why if best is None else ""
-        if best is None:
-            return None
         self._looked_at, self._slower = step, slower
         # The lengths have changed since the plan in force was found, so its time is predicted again, too.
         now, then = self._seconds(self.present), self._seconds(best)

@@ -138,12 +138,6 @@ def simulate(run: settings.SimulatedRun, recorder: results.StepRecorder | None =
       ConfigError: the run asks for something that a simulation cannot do.
       LibraError: what ended the run, in one sentence.
     """
-    # They would run beside it in real time, and a simulated run repeats exactly.
-    config_lib.check(
-        not (run.planner.period and run.planner.simulate_top),
-        "planner.simulate_top",
-        "a simulated run ranks its plans by predictions alone; set it to 0",
-    )
     return world.run(
         run,
         run.simulation,

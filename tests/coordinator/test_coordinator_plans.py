@@ -30,7 +30,6 @@ class Scripted:
         self.plans = plans
         self.measured: list[planner.Measured] = []
         self.fails: tuple[int, ...] = ()
-        self.closed = False
 
     def after(
         self,
@@ -51,9 +50,6 @@ class Scripted:
 
     def refuse(self, plan: protocols.Plan) -> None:
         self.plan = plan
-
-    def close(self) -> None:
-        self.closed = True
 
     def snapshot(self) -> dict[str, Any]:
         return {"plan": dataclasses.asdict(self.plan)}
@@ -247,7 +243,6 @@ def test_the_last_step_decides_nothing(tmp_path):
     bench.run()
     check_whole(bench)
     assert len(planner.measured) == 5
-    assert planner.closed
     assert not makes.made
 
 

@@ -72,21 +72,6 @@ def test_a_job_of_a_plan_has_as_many_hosts_as_were_planned(train, hosts, tmp_pat
         scripts.assert_one_sentence(result, "--plan: 16 accelerators are 2 hosts of 8", "this plan takes 3", "plan in")
 
 
-def test_the_best_plans_are_simulated_and_the_shortest_simulated_step_wins(tmp_path):
-    output = tmp_path / "plan.json"
-    flags = ("--config=configs/simulate.py:search", "--accelerators=16", "--config.coordinator.groups_per_step=4")
-    result = plan(*flags, "--config.planner.simulate_top=2", f"--output={output}")
-    assert result.returncode == 0, result.stderr
-    assert "Assumed of routing" in result.stdout or "All instances have one degree" in result.stdout
-    found = re.findall(r"(\d+) train, .*: ([\d.]+) s predicted, ([\d.]+) s simulated", result.stdout)
-    assert len(found) == 2
-    simulated = [float(seconds) for _, _, seconds in found]
-    assert simulated == sorted(simulated)
-    made = json.loads(output.read_text())
-    assert made["train"]["devices"] == int(found[0][0])
-    assert made["predicted"]["step_seconds"] == pytest.approx(float(found[0][1]), abs=0.1)
-
-
 def test_degrees_that_do_not_divide_the_model_are_left_out(tmp_path):
     """Qwen2.5-0.5B has 14 attention heads, which neither 4 nor 8 divides."""
     output = tmp_path / "plan.json"
@@ -124,10 +109,6 @@ def test_other_numbers_and_lengths_are_swept_and_few_accelerators_do_more_each()
     ("arguments", "fragments"),
     [
         (["--sweep=lengths", "--output=plan.json"], ["--output: a sweep writes no file"]),
-        (
-            ["--sweep=lengths", "--config.planner.simulate_top=2"],
-            ["--sweep: simulates no plan", "set --config.planner.simulate_top=0"],
-        ),
         (["--sweep=lengths", "--objective=cheapest"], ["--within: give the seconds of a step"]),
         (["--objective=cheapest", "--within=nan"], ["--within: nan is no time that a step may take"]),
         (["--accelerators=1"], ["--accelerators: 1 cannot both train and roll out"]),

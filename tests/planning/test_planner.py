@@ -254,7 +254,6 @@ def test_a_mesh_that_does_not_hold_the_model_or_divide_it_is_refused():
     ("name", "value"),
     [
         ("period", -1),
-        ("simulate_top", -1),
         ("horizon", 0),
         ("least_gain", float("nan")),
         ("imbalance", 0.5),

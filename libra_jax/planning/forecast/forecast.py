@@ -320,11 +320,6 @@ class Work:
         """Returns the plan with the shortest step at these levels."""
         return self.searched(levels).best(self._setting.devices).plan
 
-    def ranked(self, levels: Levels, count: int) -> list[protocols.Plan]:
-        """Returns the plans with the shortest steps at these levels, at most `count`, the best first."""
-        splits = self.searched(levels).ranked(self._setting.devices, max(count, search.SURE))
-        return [split.plan for split in splits[:count]]
-
     def predict(self, plan: protocols.Plan, levels: Levels) -> Prediction:
         """Predicts the seconds of both stages, each at its level, and of the step; infinite if a context fits no
         instance."""

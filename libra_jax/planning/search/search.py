@@ -189,8 +189,8 @@ class Search:
         """Returns the split of `devices` devices with the shortest step. Raises the errors of `ranked`."""
         return self.ranked(devices)[0]
 
-    def ranked(self, devices: int, count: int = SURE) -> list[Split]:
-        """Returns the best splits of `devices` devices, at most `count`, the best first; at least one.
+    def ranked(self, devices: int) -> list[Split]:
+        """Returns the best splits of `devices` devices, at most `SURE`, the best first; at least one.
 
         Raises:
           ConfigError: they are too few to train and roll out; the message says how many each stage takes.
@@ -225,7 +225,7 @@ class Search:
             splits = self._with_proposals(splits, neighbours)
             if splits[0] is best:
                 break
-        return sorted((self._predict(split, rough=False) for split in splits[:count]), key=self._cost)
+        return sorted((self._predict(split, rough=False) for split in splits[:SURE]), key=self._cost)
 
     def _rollout_devices(self, devices: int, mesh: meshes.Mesh) -> int:
         """Returns the devices beside a mesh that may roll out."""
