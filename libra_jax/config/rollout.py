@@ -146,7 +146,7 @@ class SchedulerConfig:
     path_depth: int = field(16, gt=0)  # tool returns of a path that a prefix tree distinguishes
     half_life: int = field(4096, gt=0)  # finished trajectories after which unrenewed evidence weighs half
     learnt_from: tuple[str, ...] = ()  # workdirs of other runs, whose schedulers' evidence this run starts with
-    # cmlfq, heddle: what predicts the tokens left. causes: tool returns, the course of turns, siblings, tokens so far;
+    # cmlfq, heddle: what predicts the tokens left. causes: tool returns, siblings and the tokens so far;
     # blind: without what tools returned; mean: one distribution of lengths for all requests, and the tokens so far.
     evidence: str = field("causes", choices=("causes", "blind", "mean"))
     # Segments of a rollout (summarised histories, sub-agents). related: a segment goes where its parent's context is,

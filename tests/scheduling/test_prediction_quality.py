@@ -167,3 +167,20 @@ def test_each_segment_of_a_rollout_is_read_as_a_request():
     first, second = prediction_quality.rollouts({"prompt_id": "p", "step": 2, "turns": turns})
     assert (first.generated, second.generated) == ((3, 5), (4, 6))
     assert len(first.returns) == len(second.returns) == 1
+
+
+@hypothesis.given(
+    st.lists(st.floats(0, 1e5), min_size=6, max_size=6).map(sorted).map(tuple), st.floats(0, 20), st.floats(0, 5)
+)
+def test_probabilities_ascend_from_0_to_1(sketch, log, further):
+    logs = prediction_quality.logs_of(sketch)
+    assert 0.0 <= prediction_quality.below(logs, log) <= prediction_quality.below(logs, log + further) <= 1.0
+    assert 0.0 < prediction_quality.loss(logs, log) < 11.0
+
+
+def test_certainty_that_is_right_costs_least_and_twice_the_truth_is_no_hit():
+    sketches = (500.0,) * 6, (100.0, 300.0, 500.0, 700.0, 1_000.0, 3_000.0)
+    sure, unsure = map(prediction_quality.logs_of, sketches)
+    right, wrong = math.log2(501), math.log2(1_001)
+    assert prediction_quality.loss(sure, right) < 0.2 < prediction_quality.loss(unsure, right)
+    assert prediction_quality.loss(sure, wrong) > prediction_quality.loss(unsure, wrong)

@@ -17,8 +17,6 @@ weighs n / (n + prior_count) and the evidence behind it the rest (empirical-Baye
 - This prompt's finished siblings that came the very same path.
 Tokens generated since the last tool return condition all of it: only samples that lasted as long count.
 
-After the first return, this prediction by path is corrected by what the request's whole course tells (`correction`).
-
 A request is a segment of a rollout: what is predicted, and learnt when it finishes, are its own tokens. Path and marks
 are its own, too. A segment after the first one begins at a state of its own, its *opening*, by its number in the
 rollout. Siblings are compared segment by segment, the k-th with the k-th. The frailty goes by first segments, because
@@ -35,7 +33,7 @@ from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.scheduling.prediction import correction, paths, prefix_tree
+from libra_jax.scheduling.prediction import paths, prefix_tree
 
 FRAILTY = 4.0
 """a: the weight, in siblings, of the belief that a prompt is typical."""
@@ -67,9 +65,6 @@ MOST_TRAJECTORIES = 64
 LESSONS = 2
 """Samples taken in at an event: what a finished path teaches is spread over events, so that none takes long."""
 
-ROWS_SHARE = 64
-"""One in this many waiting rows of the correction is taken in at an event, besides the one that always is."""
-
 ROOT_WINDOWS = 8
 """Samples of the root, in windows of other nodes. In a step short requests finish first, so a window of less than a
 few steps would hold the short ones of one step, or the long ones."""
@@ -95,7 +90,6 @@ class Evidence:
         self._sees = config.evidence
         self.by_prompt = prefix_tree.PrefixTree(window, nodes, config.path_depth + 1, half_life)
         self.by_suffix = prefix_tree.PrefixTree(window, nodes, 4, half_life, ROOT_WINDOWS * window)
-        self._correction = correction.Correction(half_life)
         self._depth = config.path_depth
         self._prompts: OrderedDict[str, paths.Prompt] = OrderedDict()
         self._keys: dict[tuple[str, int, str], paths.Key] = {}  # by tool, bits of the payload's size, status
@@ -119,17 +113,14 @@ class Evidence:
         self._prompts.move_to_end(prompt_id)
         prompt.live += 1
         track = paths.start_track(prompt_id, prompt, generated_tokens, segment)
-        self._correction.begin(track.course)
         if segment and self._sees == "causes":
             track.opening = paths.opening_key(segment)
         return track
 
     def observe(self, track: paths.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
         if self._sees != "causes":
-            track.course.progress.turned(generated_tokens)
             self._survived(track, generated_tokens)
             return
-        track.course.progress.returned(causal_state, generated_tokens)
         cache_key = causal_state.tool, causal_state.payload_tokens.bit_length(), causal_state.status
         key = self._keys.get(cache_key)
         if key is None:
@@ -143,7 +134,6 @@ class Evidence:
         self._survived(track, generated_tokens)
         if self._lessons:
             self._learn(LESSONS)
-        self._correction.learn_share(1, ROWS_SHARE)
 
     def finish(self, track: paths.Track, generated_tokens: int, *, learn: bool = True) -> None:
         prompt = track.prompt
@@ -160,9 +150,6 @@ class Evidence:
             prompt.finished += 1
             # The root alone, for the hazard; what the path teaches below it follows as lessons.
             self.by_suffix.add((), (generated_tokens,))
-        if self._sees != "mean":
-            self._correction.finish(track.course, generated_tokens)
-            self._correction.learn_share(1, ROWS_SHARE)
         # The first edge of `by_prompt` is the prompt itself, at which the whole length was left as well.
         remaining = track.remaining(generated_tokens)
         self.by_prompt.add((track.place, *track.path), (generated_tokens, *remaining))
@@ -181,79 +168,9 @@ class Evidence:
     def predict(self, track: paths.Track, generated_tokens: int) -> prefix_tree.Sketch:
         """Returns quantiles at `prefix_tree.LEVELS` of the tokens that the request has still to generate.
 
-        A prediction at a tool return is kept in `track`, to be compared when the request is over.
+        A prediction at a tool return is kept in `track`, to be compared when the request is over. Of `mean`, it is the
+        one by tokens.
         """
-        course = track.course
-        path = self._by_path(track, generated_tokens)
-        # Before the first return nothing tells the request's course from that of others.
-        if self._sees == "mean" or not course.progress.turns or not self.by_suffix.clock:
-            return path
-        since = generated_tokens - course.progress.marked
-        if not since:
-            typical = self.by_suffix.root.median_left(generated_tokens)
-            return self._correction.predict(course, generated_tokens, self._factor(track), typical, path)
-        # A request that is 2^shift times as long as its path says has got as far as such a path has at a 2^shift-th of
-        # its tokens.
-        longer = 2.0**course.shift
-        scaled = self._by_path(track, course.progress.marked + max(1, round(since / longer)))
-        return self._correction.mixed(path, tuple([longer * tokens for tokens in scaled]))
-
-    @property
-    def siblings_power(self) -> float:
-        """Power of the siblings' factor after a return: from 0, if siblings tell nothing of what is left, to 1."""
-        errors, factors = self._siblings
-        return min(1.0, max(0.0, (errors + SIBLINGS_BELIEF) / (factors + SIBLINGS_BELIEF)))
-
-    def snapshot(self) -> dict[str, Any]:
-        """Returns JSON-able statistics. Live requests are left out: they arrive again after a restart."""
-        # Lessons are not stored, so they are taken in first.
-        self._learn(len(self._lessons))
-        return {
-            "by_prompt": self.by_prompt.snapshot(),
-            "by_suffix": self.by_suffix.snapshot(),
-            "siblings": list(self._siblings),
-            "correction": self._correction.snapshot(),
-        }
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        if "by_suffix" in snapshot:  # a run may change its policy, and other policies keep other statistics
-            self.by_suffix.restore(snapshot["by_suffix"])
-        if "by_prompt" in snapshot:
-            self.by_prompt.restore(snapshot["by_prompt"])
-        if "siblings" in snapshot:
-            errors, factors = snapshot["siblings"]
-            self._siblings = float(errors), float(factors)
-        if "correction" in snapshot:
-            self._correction.restore(snapshot["correction"])
-
-    def merge(self, snapshot: Mapping[str, Any]) -> None:
-        other = Evidence(self._config)
-        other.restore(snapshot)
-        self._learn(len(self._lessons))
-        self.by_prompt.merge(other.by_prompt)
-        self.by_suffix.merge(other.by_suffix)
-        mine, theirs = self._siblings, other._siblings
-        self._siblings = mine[0] + theirs[0], mine[1] + theirs[1]
-        self._correction.merge(other._correction)
-
-    def _learn(self, count: int) -> None:
-        """Takes up to `count` samples in."""
-        lessons, add = self._lessons, self.by_suffix.add_below
-        while count and lessons:
-            add(*lessons.popleft())
-            count -= 1
-
-    def _survived(self, track: paths.Track, generated_tokens: int) -> None:
-        """Adds to the prompt's hazard what a first segment has got through since it was last asked about."""
-        if track.opening:
-            return
-        hazard = -math.log(self.by_suffix.root.above(generated_tokens))
-        # The whole hazard replaces the request's former part: the curve itself may have changed since.
-        track.prompt.hazard += hazard - track.hazard
-        track.hazard = hazard
-
-    def _by_path(self, track: paths.Track, generated_tokens: int) -> prefix_tree.Sketch:
-        """Returns the prediction by tree and siblings. Of `mean`, it is the one by tokens."""
         tree, path, marks = self.by_suffix, track.path, track.marks
         if path:
             mark = marks[-1]
@@ -296,6 +213,56 @@ class Evidence:
                 self.by_prompt.use(same)
                 sketch = self._blend(sketch, [same], self.by_prompt, since)
         return sketch
+
+    @property
+    def siblings_power(self) -> float:
+        """Power of the siblings' factor after a return: from 0, if siblings tell nothing of what is left, to 1."""
+        errors, factors = self._siblings
+        return min(1.0, max(0.0, (errors + SIBLINGS_BELIEF) / (factors + SIBLINGS_BELIEF)))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns JSON-able statistics. Live requests are left out: they arrive again after a restart."""
+        # Lessons are not stored, so they are taken in first.
+        self._learn(len(self._lessons))
+        return {
+            "by_prompt": self.by_prompt.snapshot(),
+            "by_suffix": self.by_suffix.snapshot(),
+            "siblings": list(self._siblings),
+        }
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        if "by_suffix" in snapshot:  # a run may change its policy, and other policies keep other statistics
+            self.by_suffix.restore(snapshot["by_suffix"])
+        if "by_prompt" in snapshot:
+            self.by_prompt.restore(snapshot["by_prompt"])
+        if "siblings" in snapshot:
+            errors, factors = snapshot["siblings"]
+            self._siblings = float(errors), float(factors)
+
+    def merge(self, snapshot: Mapping[str, Any]) -> None:
+        other = Evidence(self._config)
+        other.restore(snapshot)
+        self._learn(len(self._lessons))
+        self.by_prompt.merge(other.by_prompt)
+        self.by_suffix.merge(other.by_suffix)
+        mine, theirs = self._siblings, other._siblings
+        self._siblings = mine[0] + theirs[0], mine[1] + theirs[1]
+
+    def _learn(self, count: int) -> None:
+        """Takes up to `count` samples in."""
+        lessons, add = self._lessons, self.by_suffix.add_below
+        while count and lessons:
+            add(*lessons.popleft())
+            count -= 1
+
+    def _survived(self, track: paths.Track, generated_tokens: int) -> None:
+        """Adds to the prompt's hazard what a first segment has got through since it was last asked about."""
+        if track.opening:
+            return
+        hazard = -math.log(self.by_suffix.root.above(generated_tokens))
+        # The whole hazard replaces the request's former part: the curve itself may have changed since.
+        track.prompt.hazard += hazard - track.hazard
+        track.hazard = hazard
 
     def _factor(self, track: paths.Track) -> float:
         """Returns the frailty: how many times as long as the typical one the prompt is, by its siblings."""

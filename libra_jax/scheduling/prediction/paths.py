@@ -11,7 +11,7 @@ from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.scheduling.prediction import correction, prefix_tree
+from libra_jax.scheduling.prediction import prefix_tree
 
 SMALLEST_BITS = 6
 """Payloads below 2**6 tokens share class 0: a number or a short message says the same at any such size."""
@@ -66,7 +66,6 @@ class Track:
       largest: size class of the largest payload.
       hazard: its own part of the prompt's hazard.
       predicted: return to (logarithm of the siblings' factor, mean predicted without the factor).
-      course: its predictions, and counts over its returns.
     """
 
     place: Hashable
@@ -79,7 +78,6 @@ class Track:
     largest: int = 0
     hazard: float = 0.0
     predicted: dict[int, tuple[float, float]] = field(default_factory=dict)
-    course: correction.Course = field(default_factory=correction.Course)
 
     def remaining(self, generated_tokens: int) -> list[int]:
         """Returns the tokens that were left at the start and after each return of a path of this whole length."""

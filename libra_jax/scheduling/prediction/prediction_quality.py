@@ -6,7 +6,7 @@ begin together and to be generated at one speed. The first step is learnt from a
 equally many returns stand for those of a layout.
 
 How much more the evidence tells than one distribution of lengths for all requests (`evidence=mean`) is measured in
-bits a return: by how much the logarithm of the probability of what came true is larger (`mixture.loss`).
+bits a return: by how much the logarithm of the probability of what came true is larger (`loss`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.scheduling.prediction import evidence, mixture, paths, prefix_tree
+from libra_jax.scheduling.prediction import evidence, paths, prefix_tree
 
 BUCKETS = 3
 
@@ -35,6 +35,21 @@ COVERED = 0.775
 
 NO_TOOL = "environment"
 """The agent loop's name for the return of an output that called no tool and did not end the rollout."""
+
+OUTSIDE = 0.03
+"""Mass that is spread evenly over all lengths."""
+
+OCTAVES = 17.0
+"""Width of that spread: lengths up to 131,072 tokens."""
+
+NEAR = 0.25
+"""Octaves up to which a length counts as the one that was predicted."""
+
+LOWER_RANGE, UPPER_RANGE = 1.6, 2.5
+"""Range of the lowest three, and of the highest three quantiles, in scales of the tail beyond it."""
+
+NARROWEST_TAIL = 0.15
+"""Least scale of a tail in octaves."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +240,7 @@ class _Judge:
             expected = sum(tokens * mass for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True))
             truth = math.log2(1.0 + remaining)
             typical = plain.predict(plain_tracks[place], generated)
-            saved = mixture.loss(mixture.logs_of(typical), truth) - mixture.loss(mixture.logs_of(sketch), truth)
+            saved = loss(logs_of(typical), truth) - loss(logs_of(sketch), truth)
             self._saved[one.prompt_id].append(saved)
             self._covered += sketch[0] <= remaining <= sketch[-2]
             self._sum += remaining
@@ -283,3 +298,41 @@ class _Judge:
 def _remaining(one: Rollout) -> list[int]:
     """Returns the tokens left after each return."""
     return list(itertools.accumulate(reversed(one.generated[1:])))[::-1]
+
+
+def logs_of(sketch: prefix_tree.Sketch) -> prefix_tree.Sketch:
+    """Returns log2(1 + tokens) of each quantile."""
+    log = math.log2
+    return tuple([log(1.0 + tokens) for tokens in sketch])
+
+
+def below(logs: Sequence[float], log: float) -> float:
+    """Returns the probability that a prediction gives to this length and to all below.
+
+    Args:
+      logs: quantiles at `prefix_tree.LEVELS`, as logarithms.
+      log: the logarithm of the length.
+    """
+    levels = prefix_tree.LEVELS
+    place = bisect.bisect_right(logs, log)
+    if place == 0:
+        scale = (logs[2] - logs[0]) / LOWER_RANGE
+        return levels[0] * math.exp((log - logs[0]) / (scale if scale > NARROWEST_TAIL else NARROWEST_TAIL))
+    if place == len(levels):
+        scale = (logs[-1] - logs[3]) / UPPER_RANGE
+        tail = math.exp((logs[-1] - log) / (scale if scale > NARROWEST_TAIL else NARROWEST_TAIL))
+        return 1.0 - (1.0 - levels[-1]) * tail
+    low, start = levels[place - 1], logs[place - 1]
+    return low + (levels[place] - low) * (log - start) / (logs[place] - start)
+
+
+def loss(logs: Sequence[float], truth: float) -> float:
+    """Returns the loss of a prediction in bits, given the logarithm of the true length.
+
+    It is minus the base-2 logarithm of the probability that the prediction gave to lengths within `NEAR` octaves: a log
+    score of a fixed resolution, so that certainty beyond 19% earns nothing. Octaves are those of 1 + tokens. Between
+    two quantiles the probability is uniform, beyond the outer ones exponential. A little lies everywhere, so that no
+    surprise costs more than about ten bits.
+    """
+    near = below(logs, truth + NEAR) - below(logs, truth - NEAR)
+    return -math.log2((1.0 - OUTSIDE) * near + OUTSIDE * 2.0 * NEAR / OCTAVES)

@@ -120,12 +120,6 @@ class Node:
         count = len(ordered)
         return (count - bisect.bisect_right(ordered, tokens) or 0.5) / count if count else 1.0
 
-    def median_left(self, after: int) -> float:
-        """Returns the median of what is left `after` tokens later; `after` itself if no sample lasted that long."""
-        ordered = self._ordered or self.ordered()
-        shorter, count = bisect.bisect_right(ordered, after), len(ordered)
-        return float(ordered[(shorter + count - 1) // 2] - after if shorter < count else after)
-
     def sketch(self, after: int = 0) -> Sketch:
         """Returns quantiles at `LEVELS` of what is left `after` tokens later; empty if no sample lasted that long."""
         if after:
