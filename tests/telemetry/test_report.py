@@ -180,15 +180,11 @@ def test_any_one_file_is_enough(workdir, kept):
 def test_a_workdir_without_a_run_is_refused_with_a_sentence(tmp_path, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
+        with pytest.raises(DataError, match=r"metrics\.jsonl: is no folder; give the --workdir of a run$"):
+            report.write_report(tmp_path / "metrics.jsonl")
     with pytest.raises(DataError, match="no run has recorded anything here"):
         report.write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
-
-
-def test_a_workdir_that_is_a_file_is_refused_with_a_sentence(tmp_path):
-    (tmp_path / "notes").write_text("not a folder")
-    with pytest.raises(DataError, match=r"notes: is no folder; give the --workdir of a run$"):
-        report.write_report(tmp_path / "notes")
 
 
 def test_a_run_of_one_step_and_one_trajectory_has_a_report(tmp_path):
@@ -220,23 +216,16 @@ def test_the_busy_share_counts_overlapping_spans_once():
     assert run_report.busy_share(spans, 0.0, 10.0) == pytest.approx(0.8)
 
 
-def test_a_reward_of_several_functions_shows_each_with_its_time(tmp_path):
+def test_a_reward_of_several_functions_shows_each_with_its_time():
     first = {"reward/mean": 0.4, "reward/std": 0.1, "reward/brevity": -0.25, "reward/environment": 0.65}
     first |= {"reward/brevity/words": 31.0, "reward_seconds/brevity": 0.5}
     second = {**first, "reward/brevity": 0.125, "reward_seconds/brevity": 1.5}
-    lines = [json.dumps({"step": step, **scalars}) for step, scalars in enumerate((first, second), start=1)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    found, text = parsed(report.write_report(tmp_path))
-    assert "What the reward is made of" in text
-    assert "brevity -0.250 0.125 1 " in text  # first, last, mean seconds of a call
-    assert "environment 0.650 0.650" in text
-    assert found.elements.count("svg") == 5  # the whole reward's and this one, each twice, and the spread's
-
-
-def test_a_reward_that_is_the_environments_own_is_not_taken_apart(tmp_path):
-    scalars = {"step": 1, "reward/mean": 0.4, "reward/std": 0.1, "reward/environment": 0.4}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(scalars) + "\n")
-    assert "What the reward is made of" not in parsed(report.write_report(tmp_path))[1]
+    picture, table = run_report.reward_functions(recorded_run.RecordedRun({1: first, 2: second}))
+    assert picture.figure(pictures.BROAD).axes[0].get_legend_handles_labels()[1] == ["brevity", "environment"]
+    # First, last, mean seconds of a call.
+    assert table.rows == [("brevity", "-0.250", "0.125", "1"), ("environment", "0.650", "0.650", "")]
+    alone = {"reward/mean": 0.4, "reward/std": 0.1, "reward/environment": 0.4}
+    assert not [*run_report.reward_functions(recorded_run.RecordedRun({1: alone}))]
 
 
 def run_of(steps, **further):
@@ -262,15 +251,9 @@ HEALTH = {
 
 
 def test_the_health_of_the_learning_is_plotted_as_far_as_it_is_known():
-    titles = {
-        "Entropy",
-        "Gradient norm",
-        "KL",
-        "Clip fraction",
-        "Reward spread",
-        "Groups without a gradient",
-        "Lengths",
-    }
+    curves = charts.CHARTS.items()
+    titles = {title for title, chart in curves if any(line.values in HEALTH for line in chart.lines)}
+    assert len(titles) == 7
     known, few = run_of(3, **HEALTH), run_of(3, grad_norm=1.0)
     assert {title for title in titles if charts.CHARTS[title](known)} == titles
     assert ">25%</text>" in charts.CHARTS["Groups without a gradient"](known)[0].html(wide=False)
@@ -321,14 +304,15 @@ def times_of(curve):
     return recorded_run.RecordedRun({step: dict.fromkeys(names, value) for step, value in curve.items()})
 
 
+def curves_of(*lines, scale="zero"):
+    return pictures.Curves(lines, scale=scale)(recorded_run.RecordedRun())
+
+
+Line = pictures.Line
 CURVES = {
-    "smooth": lambda curve: pictures.Curves(
-        [pictures.Line(curve, "a", smooth=True), pictures.Line({1: 0.5}, "b", marker="D")], scale="share"
-    )(run_of(0)),
-    "one": lambda curve: pictures.Curves([pictures.Line(curve)])(run_of(0)),
-    "several": lambda curve: pictures.Curves([pictures.Line(curve, "a"), pictures.Line(curve, "b", dashed=True)])(
-        run_of(0)
-    ),
+    "smooth": lambda curve: curves_of(Line(curve, "a", smooth=True), Line({1: 0.5}, "b", marker="D"), scale="share"),
+    "one": lambda curve: curves_of(Line(curve)),
+    "several": lambda curve: curves_of(Line(curve, "a"), Line(curve, "b", dashed=True)),
     "times": lambda curve: run_report.step_times(times_of(curve)),
     "outcomes": lambda curve: tool_report.outcomes(calls_of(curve)),
     "turns": lambda curve: tool_report.turns(calls_of(curve)),
