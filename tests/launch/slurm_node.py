@@ -27,8 +27,8 @@ from tests.drills import network_hosts
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 START_SECONDS, END_SECONDS, COMMAND_SECONDS, LOOK_SECONDS = 60.0, 20.0, 30.0, 0.2
-CPUS = 4
-"""That Slurm is told: two runs have to fit at once, however small the machine is."""
+CPUS = 12
+"""That Slurm is told: six jobs have to fit at once, however small the machine is."""
 
 CONF = """\
 ClusterName=test

@@ -91,6 +91,18 @@ def submit(slurm: slurm_node.Slurm, folder: pathlib.Path, plan: str, **settings:
     return slurm.run("sbatch", "--parsable", str(script)).strip(), workdir
 
 
+@pytest.fixture(scope="module")
+def jobs(slurm, tmp_path_factory) -> dict[str, tuple[str, pathlib.Path]]:
+    """The jobs of all tests by their plan: they run side by side, because each waits for Slurm most of its time."""
+    plans = {"lose lose lose": {"retries": 1}, "cut finish": {"retries": 1}}
+    told = ["its script"]
+    if slurm_node.tracks_by_cgroups():  # otherwise, Slurm signals all that a step has started
+        told += ["its steps", "by a requeue", "cancelled"]
+    folder = tmp_path_factory.mktemp("jobs")
+    made = {plan: submit(slurm, folder / plan, plan, **settings) for plan, settings in plans.items()}
+    return made | {how: submit(slurm, folder / how, "wait finish") for how in told}
+
+
 def happened(workdir: pathlib.Path) -> str:
     files = [*(workdir / "logs").glob("*.out"), *(workdir / "logs").glob("attempt_*/*.log")]
     return "\n".join(f"== {file}\n{file.read_text()[-2000:]}" for file in sorted(files))
@@ -109,15 +121,19 @@ def wait_for_the_end(slurm: slurm_node.Slurm, job: str, workdir: pathlib.Path) -
     slurm_node.wait_for(lambda: job not in slurm.jobs(), SECONDS, f"end of the job: {happened(workdir)}")
 
 
-def test_a_job_that_is_told_to_end_saves_and_goes_on_at_its_next_turn(slurm, tmp_path):
-    told = {"its script": ("scancel", "--batch", "--signal=TERM")}
-    if slurm_node.tracks_by_cgroups():  # otherwise, Slurm signals all that a step has started
-        told |= {"its steps": ("scancel", "--signal=TERM"), "by a requeue": ("scontrol", "requeue")}
-    jobs = {how: submit(slurm, tmp_path / how, "wait finish") for how in told}
-    for how, (job, workdir) in jobs.items():
+TOLD = {
+    "its script": ("scancel", "--batch", "--signal=TERM"),
+    "its steps": ("scancel", "--signal=TERM"),
+    "by a requeue": ("scontrol", "requeue"),
+}
+
+
+def test_a_job_that_is_told_to_end_saves_and_goes_on_at_its_next_turn(slurm, jobs):
+    told = {how: jobs[how] for how in TOLD if how in jobs}
+    for how, (job, workdir) in told.items():
         wait_for_the_driver(workdir)
-        slurm.run(*told[how], job)
-    for how, (job, workdir) in jobs.items():
+        slurm.run(*TOLD[how], job)
+    for how, (job, workdir) in told.items():
         wait_for_the_end(slurm, job, workdir)
         said = f"{how}: {happened(workdir)}"
         assert (workdir / "saved").read_text() == "1 ", said
@@ -125,10 +141,10 @@ def test_a_job_that_is_told_to_end_saves_and_goes_on_at_its_next_turn(slurm, tmp
         assert (slurm.field(job, "JobState"), slurm.field(job, "Restarts")) == ("COMPLETED", "1"), said
 
 
-def test_a_job_that_is_cancelled_saves_as_long_as_slurm_lets_it_and_stays_cancelled(slurm, tmp_path):
-    if not slurm_node.tracks_by_cgroups():
+def test_a_job_that_is_cancelled_saves_as_long_as_slurm_lets_it_and_stays_cancelled(slurm, jobs):
+    if "cancelled" not in jobs:
         pytest.skip("without cgroups, Slurm signals all that a step has started")
-    job, workdir = submit(slurm, tmp_path, "wait finish")
+    job, workdir = jobs["cancelled"]
     wait_for_the_driver(workdir)
     slurm.run("scancel", job)
     wait_for_the_end(slurm, job, workdir)
@@ -138,8 +154,8 @@ def test_a_job_that_is_cancelled_saves_as_long_as_slurm_lets_it_and_stays_cancel
     assert slurm.field(job, "JobState") == "CANCELLED", said
 
 
-def test_a_job_that_loses_what_it_needs_goes_on_so_many_times(slurm, tmp_path):
-    job, workdir = submit(slurm, tmp_path, "lose lose lose", retries=1)
+def test_a_job_that_loses_what_it_needs_goes_on_so_many_times(slurm, jobs):
+    job, workdir = jobs["lose lose lose"]
     wait_for_the_end(slurm, job, workdir)
     said = happened(workdir)
     assert ends(workdir) == ["lost", "lost"], said
@@ -147,8 +163,8 @@ def test_a_job_that_loses_what_it_needs_goes_on_so_many_times(slurm, tmp_path):
     assert "it has lost what it needs 2 times, and is not started again (--retries=1)" in said
 
 
-def test_a_job_whose_driver_is_cut_off_goes_on(slurm, tmp_path):
-    job, workdir = submit(slurm, tmp_path, "cut finish", retries=1)
+def test_a_job_whose_driver_is_cut_off_goes_on(slurm, jobs):
+    job, workdir = jobs["cut finish"]
     wait_for_the_end(slurm, job, workdir)
     said = happened(workdir)
     assert "attempt 1 was cut off" in said
