@@ -39,7 +39,8 @@ def test_a_sweep_runs_each_config_and_seed_once_and_goes_on_where_it_was_stopped
 
 def test_each_coefficient_is_moved_both_ways_and_the_order_told(tmp_path):
     names = ("static-search", "colocated-search")
-    small = ("--steps=1", "--jobs=2", f"--output={tmp_path}", f"--configs={','.join(names)}", ABLATION[0])
+    few = "--config.coordinator.groups_per_step=16"
+    small = ("--steps=1", "--jobs=2", f"--output={tmp_path}", f"--configs={','.join(names)}", few, ABLATION[0])
     result = scripts.run("sweep.py", *small, "--sensitivity", seconds=280)
     assert result.returncode == 0, result.stderr
     found = re.findall(
