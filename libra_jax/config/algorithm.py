@@ -277,7 +277,7 @@ class CriticConfig:
     The optimizer is that of `optimizer`, with a rate of its own. The trainer holds twice the state.
     """
 
-    enabled: bool = False  # train a critic
+    enabled: bool = field(False, needs=("algorithm.advantage", *CRITIC_ADVANTAGES))  # train a critic
     learning_rate: float = field(1e-3, ge=0)  # learning rate, constant
     warmup_steps: int = field(0, ge=0)  # number of first steps in which the critic learns and the policy stays
     # Largest distance of a value from that of before the step that lowers the loss; 0 is off.

@@ -221,11 +221,6 @@ def check_critic(run: RunConfig) -> None:
     if not enabled:
         return
     check(
-        advantage in CRITIC_ADVANTAGES or ":" in advantage,
-        "critic.enabled",
-        f"algorithm.advantage={advantage} reads no values; set algorithm.advantage=gae, or this to False",
-    )
-    check(
         run.critic.warmup_steps < run.steps,
         "critic.warmup_steps",
         f"{run.critic.warmup_steps} leaves the policy no step of steps = {run.steps}; lower it",

@@ -42,7 +42,7 @@ class SimulationConfig:
     # Name of the sheet of the accelerators that train, and that roll out, unless `rollout.accelerators` names others.
     hardware: str = "a800"
     model: str = "Qwen3-14B"  # preset whose shape the costs are computed from
-    train_devices: int = 24  # accelerators that train
+    train_devices: int = config_lib.field(24, gt=0)  # accelerators that train
     # (data, fsdp, tensor) of the accelerators that train, by which a step's time is computed; empty splits the work
     # evenly.
     train_mesh: tuple[int, ...] = ()
@@ -200,7 +200,7 @@ def run(
       LibraError: what ended the run, in one sentence.
     """
     # Before anything is made: a setting that nobody would read must not pass in silence.
-    _check(config, simulation)
+    _check(config)
     model, parts, recorder = (
         model or simulation.cost_model(config.model.lora),
         parts or Parts(),
@@ -282,7 +282,7 @@ def _seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _check(config: config_lib.RunConfig, simulation: SimulationConfig) -> None:
+def _check(config: config_lib.RunConfig) -> None:
     for name, off in (("checkpoint", config.checkpoint.every), ("evaluation", config.evaluation.every)):
         config_lib.check(off == 0, f"{name}.every", "must be 0 in a simulated run")
     config_lib.check(config.warm_start.steps == 0, "warm_start.steps", "must be 0 in a simulated run")
@@ -295,9 +295,6 @@ def _check(config: config_lib.RunConfig, simulation: SimulationConfig) -> None:
         not config.rollout.loop_workers,
         "rollout.loop_workers",
         "must be 0 in a simulated run, whose rollouts run in the coordinator's process",
-    )
-    config_lib.check(
-        simulation.train_devices > 0, "simulation.train_devices", f"must be positive, not {simulation.train_devices}"
     )
 
 

@@ -233,7 +233,7 @@ def test_of_equal_returns_no_variance_is_explained():
             r"task.cut_off_limits: must name the limits",
         ),
         ({"critic": {"enabled": False}}, r"critic.enabled: algorithm.advantage=gae needs the values of a critic"),
-        ({"algorithm": {"advantage": "grpo"}}, r"critic.enabled: algorithm.advantage=grpo reads no values"),
+        ({"algorithm": {"advantage": "grpo"}}, r"critic.enabled: True has no effect with algorithm.advantage=grpo"),
         (
             {"elastic": {"hybrid": 1}, "rollout": {"tensor_parallel": (1, 1)}},
             r"critic does not work with elastic.hybrid",
