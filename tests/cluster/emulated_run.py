@@ -1,6 +1,6 @@
 """What becomes of a run's actors on emulated hosts, which come, go and differ; prints what it saw as JSON.
 
-python emulated_run.py FOLDER [gpus]
+python emulated_run.py FOLDER
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ EACH = 2
 ROLES = {0: "training", 1: "rollout", 2: "training"}
 """Of hosts: by their names alone, the second would train, and the third roll out."""
 SECONDS = 120.0
+GPUS = {"CUDA_VISIBLE_DEVICES": "5,7"}
 
 
 def layout(each: int = EACH, processes: int = 2, degrees: tuple[int, ...] = (1, 1)) -> hosts.Layout:
@@ -66,12 +67,12 @@ async def cluster(
         await made.shutdown()
 
 
-async def refused(address: str, laid_out: hosts.Layout | None, seconds: float = 20.0) -> Mapping[str, Any]:
+async def refused(address: str, laid_out: hosts.Layout | None, seconds: float = 8.0) -> Mapping[str, Any]:
     """What is said to a run of this layout, which waits `seconds` for room, and after how long."""
     from libra_jax.cluster import ray_placement
 
     begun = time.monotonic()
-    settle, ray_placement.SETTLE_SECONDS = ray_placement.SETTLE_SECONDS, 5.0
+    settle, ray_placement.SETTLE_SECONDS = ray_placement.SETTLE_SECONDS, 2.0
     async with cluster(address, laid_out, []) as made:
         if laid_out is not None:
             made._placement._seconds = seconds
@@ -120,7 +121,7 @@ async def live(nodes: emulated.EmulatedHosts) -> Mapping[str, Any]:
         nodes.add(4)
         seen["refused_spare"] = [await refusal(made) for _ in range(2)]  # again, too
         nodes.kill(4)
-        made._placement._seconds = 10.0
+        made._placement._seconds = 4.0
         begun = time.monotonic()
         try:
             await made.spawn(spec("rollout-0", 2))
@@ -158,7 +159,7 @@ def other_jax(folder: pathlib.Path) -> dict[str, str]:
 
 
 async def gpus(address: str) -> dict[str, str]:
-    """Which GPUs workers see: their host's programs are to use the fifth and the seventh, the other's the next two."""
+    """Which GPUs workers see: their host's programs are to use the fifth and the seventh, or the second and third."""
     laid_out, told = layout(processes=1), []
     workers = {"trainer": ((0, 1), laid_out.processes[0])}
     workers |= {f"rollout-{number}": (place.devices, place) for number, place in enumerate(laid_out.instances)}
@@ -172,20 +173,16 @@ async def gpus(address: str) -> dict[str, str]:
 
 
 def main() -> None:
-    if sys.argv[2:] == ["gpus"]:
-        own = {0: {"CUDA_VISIBLE_DEVICES": "5,7"}, 1: {"CUDA_VISIBLE_DEVICES": "2,3"}}
-        with emulated.EmulatedHosts(2, accelerators=EACH, gpus=True, environment=own) as nodes:
-            os.environ |= nodes.environment
-            print(json.dumps(asyncio.run(gpus(nodes.address))))
-        return
-    own = {4: other_jax(pathlib.Path(sys.argv[1])), 5: {"RAY_AUTH_MODE": "neither"}}
-    with emulated.EmulatedHosts(3, accelerators=EACH, environment=own, roles=ROLES) as nodes:
+    own = {0: GPUS, 1: {"CUDA_VISIBLE_DEVICES": "2,3"}, 2: GPUS}
+    own |= {4: other_jax(pathlib.Path(sys.argv[1])), 5: {"PYTHONHOME": "/nowhere"}}
+    with emulated.EmulatedHosts(3, accelerators=EACH, gpus=True, environment=own, roles=ROLES) as nodes:
         os.environ |= nodes.environment  # before Ray is imported, which reads it then
         print(json.dumps({"up": nodes.address}), flush=True)
         seen: dict[str, Any] = {}
         seen["not_laid_out"] = asyncio.run(refused(nodes.address, None))
         seen["too_many"] = asyncio.run(refused(nodes.address, layout(processes=3)))
         seen["too_large"] = asyncio.run(refused(nodes.address, layout(each=4, degrees=(1,))))
+        seen["gpus"] = asyncio.run(gpus(nodes.address))
         seen |= asyncio.run(live(nodes))
         nodes.add(4)
         # Ray 2.60 may see no room for 20 s and longer where hosts have died, although all of it is free.
