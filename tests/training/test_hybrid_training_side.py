@@ -110,10 +110,10 @@ def test_a_replicas_sums_are_those_that_the_core_computes(start_core, remote, hy
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_sixty_steps_with_a_replica_that_comes_and_goes_four_times_learn_as_the_core_does_alone(start_core, remote):
+def test_thirty_steps_with_a_replica_that_comes_and_goes_twice_learn_as_the_core_does_alone(start_core, remote):
     core, alone = start_core(), start_core()
     losses, wanted, helped = [], [], 0
-    for version in range(60):
+    for version in range(30):
         batch = doubles.batch(version)
         wanted.append(alone.train_step(batch)["loss"])
         period, generation = version % 15, 10 + version // 15
@@ -139,7 +139,7 @@ def test_sixty_steps_with_a_replica_that_comes_and_goes_four_times_learn_as_the_
         if period == 11:
             asyncio.run(core.dismiss("r"))
             remote("leave")
-    assert helped == 36
+    assert helped == 18
     assert max(wanted) - min(wanted) > 1e-2, "it has to learn something"
     typical = float(np.mean(np.abs(wanted)))
     np.testing.assert_allclose(losses, wanted, rtol=1e-3, atol=1e-4 * typical)  # a policy loss crosses zero
