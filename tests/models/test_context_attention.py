@@ -64,11 +64,9 @@ def _program(mesh, heads, chunk, until=False):
         (8, 8, 1, 8, 4),
         (8, 4, 2, 2, 64),
         (8, 2, 1, 4, 4),  # each device is sent a copy of one key head
-        (8, 1, 1, 8, 64),
         (12, 3, 1, 2, 4),  # the second of three key heads serves queries of both devices
         (6, 2, 1, 4, 4),  # queries are split
         (6, 2, 2, 4, 64),
-        (1, 1, 1, 8, 4),
         (3, 1, 1, 2, 5),
         (1, 1, 1, 8, 2),  # parts of 3 columns become two blocks of 2
     ],
