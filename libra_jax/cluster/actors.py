@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from libra_jax.protocols import ActorAddress, ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
-from libra_jax.utils import user_code
+from libra_jax.utils import deadlines, user_code
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -209,10 +209,7 @@ class Pump:
 
     async def close(self) -> None:
         """Cancels the reading task; returns when the iterator has been closed."""
-        self.task.cancel()
-        await asyncio.wait({self.task})
-        if not self.task.cancelled():
-            self.task.exception()  # marked as retrieved: nobody waits for the error of a generator that is being closed
+        await deadlines.cancel_all((self.task,))
 
 
 @dataclass(eq=False)
@@ -353,9 +350,7 @@ class ActorHost:
                 ending.result()
         finally:
             work.add(ending)
-            for future in work:
-                future.cancel()
-            await asyncio.wait(work, timeout=_CANCEL_SECONDS)
+            await deadlines.cancel_all(work, _CANCEL_SECONDS)
             if self._thread is not None:
                 self._thread.close()
             self._actor = None

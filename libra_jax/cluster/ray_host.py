@@ -24,6 +24,7 @@ import ray
 
 from libra_jax.cluster import actors, guard, ray_batches
 from libra_jax.protocols import ActorSpec, LibraError, portable
+from libra_jax.utils import deadlines
 
 GATHER_SECONDS = 0.001
 """Seconds that news wait for more news, so that they travel together."""
@@ -199,20 +200,16 @@ class RayHost:
         stream = self._readers[caller].streams.get(number)
         if stream is not None and stream.relay is not None:
             # The relay's `finally` closes the actor's generator and sends the end of the stream.
-            stream.relay.cancel()
-            await asyncio.wait({stream.relay})
+            await deadlines.cancel_all((stream.relay,))
 
     async def forget(self, caller: str) -> None:
         """Closes all streams of a process that has ended. `caller`: its name, which its handles' names begin with."""
         readers = [self._readers.pop(name) for name in list(self._readers) if name.partition("/")[0] == caller]
         relays = [stream.relay for reader in readers for stream in reader.streams.values() if stream.relay is not None]
-        for relay in relays:
-            relay.cancel()
         # Its last calls for news, which nobody awaits, end too.
         for reader in readers:
             reader.has_news.set()
-        if relays:
-            await asyncio.wait(relays)
+        await deadlines.cancel_all(relays)
 
     async def _relay(
         self,

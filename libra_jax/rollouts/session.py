@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from libra_jax import protocols
 from libra_jax.rollouts import lines, loop, outputs, record, tool_results
+from libra_jax.utils import deadlines
 
 
 class Session:
@@ -422,8 +423,7 @@ class Session:
                 work.result()  # raises what ended the sampling
         finally:
             # The client may be gone, or a stop text ended the output before the engine did.
-            work.cancel()
-            await asyncio.wait({work})
+            await deadlines.cancel_all((work,))
             await self._sampler.tool_called(segment)
 
     # The end --------------------------------------------------------------------------------------------------------

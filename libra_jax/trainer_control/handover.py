@@ -394,8 +394,7 @@ class Handover:
 
     async def _stop_task(self) -> None:
         assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await deadlines.cancel_all((self._task,))
 
     async def _remove(self) -> None:
         """Removes the snapshot on a thread, because a slow disk may hold many files."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from libra_jax import protocols
 from libra_jax.trainer_control import handover
-from libra_jax.utils import run_context
+from libra_jax.utils import deadlines, run_context
 
 TRAINER = "trainer"
 """Name of the trainer in `transitions.jsonl`."""
@@ -356,10 +356,7 @@ class Resizing:
 
     async def close(self) -> None:
         """Aborts a pending resize at the end of the run."""
-        for ending in self._ending:
-            ending.cancel()
-        if self._ending:
-            await asyncio.wait(self._ending)
+        await deadlines.cancel_all(self._ending)
         resize, self._resize = self._resize, None
         if resize is None:
             return

@@ -13,7 +13,7 @@ import contextvars
 import inspect
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -266,6 +266,15 @@ def abandon(task: asyncio.Future[T]) -> None:
     else:
         task.cancel()
         task.add_done_callback(_forget)
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]], seconds: float | None = None) -> None:
+    """Cancels tasks, and waits for at most `seconds` until they have ended. Their results and errors are dropped."""
+    futures = set(tasks)
+    for future in futures:
+        abandon(future)
+    if futures:
+        await asyncio.wait(futures, timeout=seconds)
 
 
 def _forget(task: asyncio.Future[T]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from libra_jax.harness.gateway import errors, exchanges, fields
+from libra_jax.utils import deadlines
 
 TRANSPORT = "libra_jax.transport"
 """ASGI extension by which `server` hands over a connection's asyncio transport."""
@@ -182,9 +183,7 @@ async def while_connected(receive: Receive, answer: Answer, work: Coroutine[Any,
             raise ClientGone
         await asyncio.wait({task}, timeout=END_SECONDS)
     finally:
-        task.cancel()
-        disconnect.cancel()
-        await asyncio.wait({task, disconnect}, timeout=END_SECONDS)
+        await deadlines.cancel_all((task, disconnect), END_SECONDS)
     task.result()
 
 

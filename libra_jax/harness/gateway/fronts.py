@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from libra_jax import protocols
 from libra_jax.harness.gateway import front as front_lib
-from libra_jax.utils import run_context, typed_clients
+from libra_jax.utils import deadlines, run_context, typed_clients
 
 FACTORY = "libra_jax.harness.gateway.front:create"
 RESTARTS = 20
@@ -133,10 +133,7 @@ class Fronts:
                 continue
             tasks = {request.task for owner, request in front.requests.values() if owner == session}
             # Of a complete answer this means that nobody knows: the client may have it already.
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+            await deadlines.cancel_all(tasks)
             with _restarting(front):
                 await front.client.dismiss(session)
 
@@ -194,9 +191,7 @@ class Fronts:
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
             return error
         finally:
-            for task in work:
-                task.cancel()
-            await asyncio.wait(work)
+            await deadlines.cancel_all(work)
         return protocols.WorkerLost(f"{front.spec.name} stopped to tell of requests")
 
     async def _read(self, front: _Front) -> None:
@@ -209,11 +204,7 @@ class Fronts:
         front.restarts += 1
         if front.restarts > RESTARTS:
             raise protocols.LibraError(f"{front.spec.name} died {front.restarts} times; the last time: {lost}")
-        tasks = {request.task for _, request in front.requests.values()}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await deadlines.cancel_all(request.task for _, request in front.requests.values())
         front.requests.clear()
         front.outbox.clear()
         await front.client.stop()

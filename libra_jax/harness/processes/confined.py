@@ -63,10 +63,7 @@ class Door:
         """Removes the socket, and ends the connections."""
         if self._server is not None:
             self._server.close()
-        for task in self._open:
-            task.cancel()
-        if self._open:
-            await asyncio.wait(self._open, timeout=_CLOSE_SECONDS)
+        await deadlines.cancel_all(self._open, _CLOSE_SECONDS)
         self._path.unlink(missing_ok=True)
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -69,8 +69,7 @@ class AgentHarness:
         """Ends the agent, if it still runs, with all its processes, and removes its folder. See `protocols.Harness`."""
         running, self._task = self._task, None
         if running is not None and not running.done():
-            deadlines.abandon(running)
-            await deadlines.finish(asyncio.wait({running}))
+            await deadlines.finish(deadlines.cancel_all((running,)))
 
     async def _run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
         settings, subject = self.settings, f"agent {self.name}, task {task.prompt_id}:"
