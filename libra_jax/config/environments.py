@@ -158,9 +158,6 @@ class ToolsConfig:
     describe: bool = True  # system message that describes the tools; a model warmed up on them needs none
     most_characters: int = field(4096, gt=0)  # most characters of a return; the middle of a longer one is cut out
     parallel: int = field(4, gt=0)  # most calls of one output, which run concurrently; further calls fail
-    # A tool's exception: failure (the policy reads its type and message), restart (the rollout begins again, as after a
-    # crash of its environment).
-    exceptions: str = field("failure", choices=("failure", "restart"))
 
 
 OF_REWARDS = ("mean", "std", "environment", "overlong")

@@ -69,6 +69,9 @@ REMOVED = {
     "planner.simulate_seconds": RemovedSetting("predictions alone rank plans"),
     "planner.simulate_top": RemovedSetting("predictions alone rank plans", (0,)),
     "reward.cache_entries": RemovedSetting("every rollout is scored; a slow function can keep its own values"),
+    "tools.exceptions": RemovedSetting(
+        "the policy reads a tool's exception; raise protocols.WorkerLost to begin the rollout again", ("failure",)
+    ),
     "scheduler.max_residents": _policy_argument("cmlfq_authors", "max_residents", 64, 0),
     "scheduler.move_margin": _policy_argument("cmlfq", "move_margin", 1.0, 8.0),
     "scheduler.predictor_sigma": _policy_argument("length_predictor", "sigma", 1.0, 0.5),

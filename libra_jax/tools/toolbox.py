@@ -48,8 +48,8 @@ class Tool(Protocol):
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn | str:
         """Does it. What the policy got wrong is a return with status "failure". A string is one with "success".
 
-        An exception is a failure, too, whose type and message the policy reads (`config_lib.ToolsConfig.exceptions`). A
-        `protocols.LibraError`, such as `WorkerLost`, is infrastructure: the rollout begins again.
+        An exception is a failure, too, whose type and message the policy reads. A `protocols.LibraError`, such as
+        `WorkerLost`, is infrastructure: the rollout begins again.
         """
         ...
 
@@ -86,7 +86,6 @@ class Toolbox:
       most_characters: Largest length of a return's content. The middle of longer content is cut out.
       session: Sandbox session of the rollout, which the toolbox closes. None if no tool needs one.
       in_session: Names of the tools that work in the session.
-      exceptions: "failure" answers a call that raises with a failure, "restart" raises what it raised.
 
     Attributes:
       session: The argument.
@@ -99,13 +98,11 @@ class Toolbox:
         most_characters: int = 16_384,
         session: pool.Session | None = None,
         in_session: Collection[str] = (),
-        exceptions: str = "failure",
     ) -> None:
         config_lib.check(most_characters > 0, "tools.most_characters", f"must be positive, not {most_characters}")
         self.session = session
         self._counts = user_values.counts.get(collections.Counter())
         self._in_session = frozenset(in_session)
-        self._exceptions = exceptions
         self._tools: dict[str, Tool] = {}
         self._most_characters = most_characters
         for tool in tools:
@@ -183,8 +180,6 @@ class Toolbox:
         except protocols.LibraError:
             raise
         except Exception as error:
-            if self._exceptions == "restart":
-                raise
             self._counts["raised_calls"] += 1
             _log_once(tool.name, resolving.raised(error))
             cause = user_code.original(error)
@@ -208,7 +203,7 @@ class Toolbox:
 @functools.lru_cache(maxsize=256)
 def _log_once(tool: str, problem: str) -> None:
     """Logs what a tool raised, because only the policy sees the failure. Later equal calls do nothing."""
-    _log.warning("the tool %r %s: a failure that the policy reads (config.tools.exceptions).", tool, problem)
+    _log.warning("the tool %r %s: a failure that the policy reads; raise WorkerLost to begin again.", tool, problem)
 
 
 def _read(arguments: object) -> tuple[dict[str, Any], str]:

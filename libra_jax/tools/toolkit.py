@@ -228,9 +228,7 @@ class Toolkit:
         with user_code.contain_exits():
             for _, shared in self._shared:
                 tools += shared.tools() if isinstance(shared, Shared) else [shared]
-        return toolbox.Toolbox(
-            tools, self._config.most_characters, sandbox_session, in_session, self._config.exceptions
-        )
+        return toolbox.Toolbox(tools, self._config.most_characters, sandbox_session, in_session)
 
 
 async def _close(shared: Resource) -> None:

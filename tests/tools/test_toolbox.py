@@ -94,9 +94,6 @@ def test_a_tool_that_raises_is_a_failure_that_the_policy_reads(caplog):
     answer = called("echo", {"text": "break"})
     assert (answer.tool, answer.status, answer.content) == ("echo", "failure", "error: OSError: the disk is gone")
     assert "raised OSError: the disk is gone (" in caplog.text, "the author of the tool learns the line"
-    box = toolbox.Toolbox([Echo()], exceptions="restart")
-    with pytest.raises(OSError, match="the disk is gone"):
-        asyncio.run(box.call("echo", {"text": "break"}))
 
 
 def test_a_tool_whose_worker_is_lost_is_no_failure_of_the_policy():
