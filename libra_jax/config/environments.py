@@ -46,10 +46,6 @@ class TaskConfig:
     max_tokens: int = field(0, ge=0, hint="0 is no limit")
     # Most seconds of a rollout from its first token, tools and waits included; 0: no limit.
     max_seconds: float = field(0.0, ge=0, hint="0 is no limit")
-    # Handling of a tool's return that leaves no room in rollout.max_context: stop (the rollout ends), cut (the return's
-    # middle is cut out until answer_tokens are left).
-    context_policy: str = field("stop", choices=("stop", "cut"))
-    answer_tokens: int = field(64, gt=0)  # tokens that context_policy=cut leaves for the next output
     # Use of a rollout that a limit of the run ended: mask (it is left out of the loss, of its group's baseline and of
     # algorithm.filter), zero (it trains with its reward: 0, or that of the reward functions), bootstrap (its tokens
     # train the policy by the critic's values and without its reward: algorithm.advantage=egae).

@@ -69,6 +69,10 @@ REMOVED = {
     "planner.simulate_seconds": RemovedSetting("predictions alone rank plans"),
     "planner.simulate_top": RemovedSetting("predictions alone rank plans", (0,)),
     "reward.cache_entries": RemovedSetting("every rollout is scored; a slow function can keep its own values"),
+    "task.answer_tokens": RemovedSetting("tools.most_characters bounds what a return takes of the context"),
+    "task.context_policy": RemovedSetting(
+        "a return that leaves no room ends the rollout; lower tools.most_characters to cut returns", ("stop",)
+    ),
     "tools.exceptions": RemovedSetting(
         "the policy reads a tool's exception; raise protocols.WorkerLost to begin the rollout again", ("failure",)
     ),

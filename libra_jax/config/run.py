@@ -102,12 +102,6 @@ class RunConfig:
             "rollout.max_tokens",
             f"{self.rollout.max_tokens} leaves no room for a prompt in max_context = {self.rollout.max_context}",
         )
-        check(
-            self.task.context_policy == "stop" or self.task.answer_tokens < self.rollout.max_context,
-            "task.answer_tokens",
-            f"{self.task.answer_tokens} leaves no room for anything else in rollout.max_context = "
-            f"{self.rollout.max_context}; lower it, or set task.context_policy=stop",
-        )
         objective_checks.check_algorithm(self)
         if self.algorithm.routing_replay != "off":
             objective_checks.check_routing_replay(self)

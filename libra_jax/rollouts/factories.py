@@ -161,5 +161,4 @@ def limits(run: config_lib.RunConfig, temperature: float | None = None) -> loop.
         reset_seconds=run.task.reset_seconds,
         rollout_tokens=run.task.max_tokens,
         rollout_seconds=run.task.max_seconds,
-        answer_tokens=run.task.answer_tokens if run.task.context_policy == "cut" else 0,
     )

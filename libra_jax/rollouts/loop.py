@@ -35,8 +35,6 @@ class Limits:
       rollout_tokens: Largest number of generated tokens over all outputs. 0 means no limit.
       rollout_seconds: Seconds of the rollout from its first token on. 0 means no limit. An output is cut off at the
         limit, but a step that has begun may end within its own deadline.
-      answer_tokens: Tokens of room to leave for the next output. Tool returns that leave less are cut in the middle. 0:
-        returns are not cut, and the rollout ends if they leave no room at all.
       options: Further settings of the sampler, where nothing is trained.
     """
 
@@ -49,7 +47,6 @@ class Limits:
     wait_seconds: float = 600.0
     rollout_tokens: int = 0
     rollout_seconds: float = 0.0
-    answer_tokens: int = 0
     options: protocols.SamplingOptions = protocols.NO_OPTIONS
 
     def spent(self, outputs: int, generated: int) -> str | None:
@@ -86,8 +83,8 @@ async def run_rollout(setup: RolloutSetup, environment: protocols.Environment) -
     uses such rollouts. `environment` is closed in every case.
 
     These metrics are added to the environment's own: `turns`, `tool_calls`, `tool_timeouts`, `answered`, `tool_success`
-    (1 if the last tool call succeeded), `rewarded_after_tool` (1 if rewarded after a successful tool call),
-    `replay_differs` (1 if retained tokens had to be dropped) and, if returns may be cut, `returns_cut`.
+    (1 if the last tool call succeeded), `rewarded_after_tool` (1 if rewarded after a successful tool call) and
+    `replay_differs` (1 if retained tokens had to be dropped).
 
     Args:
       setup: The rollout's trajectory, task, sampler and so on.
@@ -135,8 +132,6 @@ class _EnvironmentRollout(RolloutSetup):
         self.record = record_lib.TokenRecord(self.trajectory)
         self.watch = progress.Stopwatch(self.trajectory, self.limits.rollout_seconds)
         self.metrics = {"replay_differs": float(replay_differs)}
-        if self.limits.answer_tokens:
-            self.metrics["returns_cut"] = 0.0
         await self._open()
         while (spent := self._spent()) is None:
             output, sampled = await self._output()
@@ -294,18 +289,8 @@ class _EnvironmentRollout(RolloutSetup):
         Returns None, and appends nothing, if they leave no room to go on.
         """
         answers, room = result.tool_returns, self.limits.max_context - self.record.position
-
-        def rendered(answers: Sequence[protocols.ToolReturn]) -> tuple[list[protocols.Message], list[int]]:
-            messages = [*(protocols.Message("tool", answer.content) for answer in answers), *result.messages]
-            return messages, _rendered(self.tokenizer, self.task, messages, first=False)
-
-        messages, tokens = rendered(answers)
-        if self.limits.answer_tokens and len(tokens) > room - self.limits.answer_tokens:
-            returns_room = room - self.limits.answer_tokens
-            cut = progress.cut_to_fit(answers, lambda answers: len(rendered(answers)[1]), returns_room)
-            if cut is not None:
-                messages, tokens = rendered(cut)
-            self.metrics["returns_cut"] += float(cut is not None)
+        messages = [*(protocols.Message("tool", answer.content) for answer in answers), *result.messages]
+        tokens = _rendered(self.tokenizer, self.task, messages, first=False)
         causal_state = record_lib.record_payload(self.trajectory.turns[self.record.turn - 1], answers, len(tokens))
         # No room for the next output: the rollout ends here, so nothing can be retained beyond.
         if len(tokens) >= room:

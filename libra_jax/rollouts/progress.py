@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from libra_jax import protocols
 from libra_jax.chat import output_parsers
-from libra_jax.tools.sandbox import limits
 from libra_jax.utils import user_code
 
 
@@ -89,27 +86,3 @@ class Hearing:
                     self._hear(piece)
         except Exception as error:
             self.error = error
-
-
-def cut_to_fit(
-    answers: Sequence[protocols.ToolReturn],
-    tokens: Callable[[Sequence[protocols.ToolReturn]], int],
-    room: int,
-) -> Sequence[protocols.ToolReturn] | None:
-    """Cuts the middles out of tool returns, with a mark, so that together they take at most `room` tokens.
-
-    All returns are cut to the same number of characters, the largest that fits. So the longest returns lose most.
-
-    Args:
-      answers: Returns, in order.
-      tokens: Counts the tokens of returns as rendered. More characters are assumed to need more tokens.
-      room: Number of tokens that the returns may take. None is returned if there is no room even for the marks.
-    """
-
-    def cut(max_characters: int) -> Sequence[protocols.ToolReturn]:
-        return [dataclasses.replace(answer, content=limits.cut(answer.content, max_characters)) for answer in answers]
-
-    longest = max((len(answer.content) for answer in answers), default=0)
-    # Binary search, because each probe renders all returns again.
-    fits = bisect.bisect_right(range(longest + 1), room, key=lambda max_characters: tokens(cut(max_characters))) - 1
-    return cut(fits) if fits >= 0 else None

@@ -236,7 +236,6 @@ _AGENTS = _table(
     ("agent/rewarded_after_tool", "share", "rollouts that were rewarded and had a successful tool call"),
     ("agent/answered", "share", "rollouts that ended with an answer"),
     ("agent/replay_differs", "share", "rollouts that dropped retained tokens because their replay differed"),
-    ("agent/returns_cut", "count", "tool returns of a rollout that were cut to leave room for an answer"),
     ("agent/moves", "count", "moves of a rollout between engines"),
     ("agent/close_failures", "share", "1 for each rollout whose environment failed to close"),
     ("agent/raised_calls", "calls", "tool calls of a rollout whose tool raised, mean over the rollouts that have any"),

@@ -163,50 +163,6 @@ def test_a_return_that_does_not_fit_ends_the_attempt_by_default():
     assert (trajectory.finish, doubles.tool_text(trajectory)) == ("max_context", "")
 
 
-def test_a_return_may_be_cut_in_its_middle_to_leave_room_for_an_answer():
-    trajectory, _ = doubles.attempt(["go", "done"], environment=Talks(500), limits=limits(answer_tokens=30))
-    assert (trajectory.finish, trajectory.reward, trajectory.metrics["returns_cut"]) == ("answered", 1.0, 1.0)
-    shown = doubles.tool_text(trajectory)
-    assert shown.startswith("<|tool|>xxx")
-    assert "xx\n[... 375 characters" in shown
-    assert shown.endswith("xxx<|im_end|><|assistant|>")
-    assert len(trajectory.token_ids) - len("done") - 1 == doubles.LIMITS.max_context - 30
-    assert trajectory.turns[0].payload_tokens == trajectory.sources.count(protocols.TokenSource.TOOL)
-
-
-def test_of_several_returns_the_longest_give_most():
-    trajectory, _ = doubles.attempt(["go", "done"], environment=Talks(20, 900), limits=limits(answer_tokens=30))
-    first, second = doubles.tool_text(trajectory).split("<|im_end|><|tool|>")
-    assert first == "<|tool|>" + "x" * 20
-    assert "characters left out" in second
-
-
-@given(st.lists(st.integers(0, 400), min_size=1, max_size=3), st.integers(20, 300), st.integers(1, 60))
-@settings(max_examples=property_counts.examples(40, 100))
-def test_a_shown_return_leaves_the_room_or_is_shown_whole(lengths, max_context, answer_tokens):
-    allowed = limits(answer_tokens=answer_tokens, max_context=max_context)
-    trajectory, _ = doubles.attempt(["go", "done"], environment=Talks(*lengths), limits=allowed)
-    assert len(trajectory.token_ids) <= max_context
-    shown = trajectory.sources.count(protocols.TokenSource.TOOL)
-    left = max_context - trajectory.prompt_tokens - len("go") - 1 - shown
-    if trajectory.metrics["returns_cut"]:
-        assert left >= answer_tokens
-    elif shown:
-        assert shown == sum(lengths) + 2 * len(lengths) + 1
-    if shown:
-        doubles.check_books(trajectory)
-
-
-@given(st.data())
-@settings(max_examples=property_counts.examples(15, 40))
-def test_a_cut_return_is_replayed_as_it_was_cut(data):
-    allowed = limits(answer_tokens=30)
-    whole, _ = doubles.attempt(["go", "done"], environment=Talks(500), limits=allowed)
-    left = cut(whole, data.draw(st.integers(0, len(whole.token_ids))))
-    resumed, _ = doubles.attempt(["go", "done"], environment=Talks(500), limits=allowed, trajectory=left)
-    same(resumed, whole)
-
-
 # Config ---------------------------------------------------------------------------------------------------------------
 
 
@@ -217,12 +173,6 @@ def test_a_cut_return_is_replayed_as_it_was_cut(data):
         ({"max_seconds": -1.0}, r"config\.task\.max_seconds: must not be negative, not -1\.0; 0 is no limit"),
         ({"max_seconds": float("nan")}, r"config\.task\.max_seconds: must be a finite number"),
         ({"reset_seconds": 0.0}, r"config\.task\.reset_seconds: must be positive, not 0\.0"),
-        ({"context_policy": "forget"}, r"config\.task\.context_policy: .*'forget'"),
-        ({"answer_tokens": 0}, r"config\.task\.answer_tokens: must be positive, not 0"),
-        (
-            {"context_policy": "cut", "answer_tokens": 512},
-            r"config\.task\.answer_tokens: 512 leaves no room .*rollout\.max_context = 512",
-        ),
     ],
 )
 def test_limits_that_cannot_be_are_refused(task, sentence):
@@ -231,9 +181,8 @@ def test_limits_that_cannot_be_are_refused(task, sentence):
 
 
 def test_a_runs_limits_are_its_configs():
-    task = {"max_tokens": 300, "max_seconds": 60.0, "context_policy": "cut", "answer_tokens": 20}
+    task = {"max_tokens": 300, "max_seconds": 60.0}
     made = factories.limits(config_lib.parse(config_lib.RunConfig, {"task": task}))
-    assert (made.rollout_tokens, made.rollout_seconds, made.answer_tokens) == (300, 60.0, 20)
-    assert factories.limits(config_lib.RunConfig()).answer_tokens == 0
+    assert (made.rollout_tokens, made.rollout_seconds) == (300, 60.0)
     slow = config_lib.parse(config_lib.RunConfig, {"task": {"reset_seconds": 900.0}})
     assert factories.limits(slow).reset_seconds == 900
