@@ -64,6 +64,7 @@ def _policy_argument(policy: str, name: str, value: float, default: float | tupl
 REMOVED = {
     "coordinator.max_concurrent": RemovedSetting("coordinator.max_staleness alone bounds the rollouts under way", (0,)),
     "coordinator.stale": RemovedSetting("training waits for a group that is about to exceed max_staleness", ("wait",)),
+    "gateway.processes": RemovedSetting("one process serves, and each of rollout.loop_workers has its own", (1,)),
     "rollout.kv_transfer": RemovedSetting("the instance that a request moves to prefills its context", ("none",)),
     "scheduler.costs.transfer_tokens_per_second": RemovedSetting("a move costs a prefill of the context"),
     "planner.simulate_seconds": RemovedSetting("predictions alone rank plans"),

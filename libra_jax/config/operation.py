@@ -50,9 +50,6 @@ class GatewayConfig:
     request_seconds: float = field(1800.0, gt=0)
     # Seconds that a client may leave a part of its answer unread before it is cut off.
     write_seconds: float = field(60.0, gt=0)
-    # Processes that serve requests, with cluster.backend=ray; a session stays at one of them, and with a port in the
-    # config, they have ports one after another. Embedded, the run's own process serves.
-    processes: int = field(1, gt=0, needs=("cluster.backend", "ray"))
     # Refuse requests for other sampling than the run's (temperature, top_p, seed, a schema, a forced call) and with
     # unknown fields. False: outputs are sampled by the run's settings, and agent/hints counts such requests.
     strict: bool = False

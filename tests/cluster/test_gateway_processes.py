@@ -1,4 +1,4 @@
-"""Gateways as Ray actors: several serve one run, and one that is killed comes back at its port."""
+"""The gateway as a Ray actor, which comes back at its port if it is killed."""
 
 from __future__ import annotations
 
@@ -33,15 +33,13 @@ def listening(log: pathlib.Path) -> list[int]:
 
 
 def test_a_gateway_that_is_killed_loses_no_session_and_no_token(ray_session, tmp_path):
-    config = gateway_child.config(
-        steps=3, cluster={"backend": "ray"}, gateway={"processes": 2}, checkpoint={"every": 0}
-    )
+    config = gateway_child.config(steps=3, cluster={"backend": "ray"}, checkpoint={"every": 0})
     recorder, log = memory.MemoryRecorder(), tmp_path / "told.txt"
     environment = {"callable": "gateway_agents:agent", "arguments": {"log": str(log), "seconds": 0.1}}
     killed: list[int] = []
 
     async def kill() -> None:
-        """Kills each of the two gateways once, while its sessions wait for outputs."""
+        """Kills the gateway twice, while its sessions wait for outputs."""
         while len(killed) < 2:
             await asyncio.sleep(0.2)
             told = log.read_text().count("\n") if log.exists() else 0

@@ -23,11 +23,9 @@ def scripted_fronts(monkeypatch):
     front_doubles.made.clear()
 
 
-def with_fronts(
-    test: Callable[[fronts.Fronts], Coroutine[Any, Any, None]], processes: int = 1, **limits: float
-) -> None:
+def with_fronts(test: Callable[[fronts.Fronts], Coroutine[Any, Any, None]], **limits: float) -> None:
     async def main() -> None:
-        config = doubles.make_config(gateway={"processes": processes}, cluster={"backend": "ray"}, deadlines=limits)
+        config = doubles.make_config(cluster={"backend": "ray"}, deadlines=limits)
         run = doubles.run_context(config, doubles.DirectCluster())
         gateway = fronts.Fronts(run, "policy")
         try:
@@ -230,13 +228,3 @@ def test_a_closed_session_is_dismissed_and_its_requests_end():
         assert one.answers[1][0].kind == "closed"
 
     with_fronts(test)
-
-
-def test_sessions_spread_over_the_fronts_and_stay():
-    async def test(gateway: fronts.Fronts) -> None:
-        endpoints = [await gateway.open(front_doubles.Scripted()) for _ in range(6)]
-        assert sorted(len(one.admitted) for one in front_doubles.made) == [2, 2, 2]
-        await gateway.close(endpoints[0])
-        assert sum(len(one.admitted) for one in front_doubles.made) == 5
-
-    with_fronts(test, processes=3)

@@ -1,4 +1,4 @@
-"""The coordinator's side of the gateway: gives sessions to fronts, answers their requests, and restarts fronts."""
+"""The coordinator's side of the gateway: gives sessions to the front, answers its requests, and restarts it."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ class _Front:
 
 
 class Fronts:
-    """The run's `protocols.Gateway`: one or several fronts; a session stays at the front that it was given to.
-
-    The fronts start with the first session. Belongs to one event loop.
+    """The run's `protocols.Gateway`: a front, which starts with the first session. Belongs to one event loop.
 
     Args:
       run: what the parts of the run share (`gateway`, `deadlines`, the cluster and the scope of background work). The
@@ -97,7 +95,7 @@ class Fronts:
         self._recorder = run.recorder
         self._cluster = run.cluster
         self._model = model
-        self._fronts: list[_Front] = []
+        self._front: _Front | None = None
         self._starting = asyncio.Lock()
 
     async def open(
@@ -107,13 +105,9 @@ class Fronts:
         reachable: Callable[[bool], None] = lambda _: None,
     ) -> protocols.Endpoint:
         async with self._starting:
-            if not self._fronts:
-                self._fronts = list(
-                    await asyncio.gather(
-                        *(self._make_front(number) for number in range(self._config.gateway.processes))
-                    )
-                )
-        front = min(self._fronts, key=lambda candidate: len(candidate.sessions))
+            if self._front is None:
+                self._front = await self._make_front()
+            front = self._front
         secret = secret or secrets.token_urlsafe(24)
         session = front_lib.digest(secret)
         front.sessions[session] = _Session(conversation, reachable)
@@ -127,32 +121,28 @@ class Fronts:
         return protocols.Endpoint(front.url, secret, self._model)
 
     async def close(self, endpoint: protocols.Endpoint) -> None:
-        session = front_lib.digest(endpoint.secret)
-        for front in self._fronts:
-            if front.sessions.pop(session, None) is None:
-                continue
-            tasks = {request.task for owner, request in front.requests.values() if owner == session}
-            # Of a complete answer this means that nobody knows: the client may have it already.
-            await deadlines.cancel_all(tasks)
-            with _restarting(front):
-                await front.client.dismiss(session)
+        session, front = front_lib.digest(endpoint.secret), self._front
+        if front is None or front.sessions.pop(session, None) is None:
+            return
+        tasks = {request.task for owner, request in front.requests.values() if owner == session}
+        # Of a complete answer this means that nobody knows: the client may have it already.
+        await deadlines.cancel_all(tasks)
+        with _restarting(front):
+            await front.client.dismiss(session)
 
     async def stop(self) -> None:
-        """Ends all fronts. Idempotent."""
-        fronts, self._fronts = self._fronts, []
-        for front in fronts:
+        """Ends the front. Idempotent."""
+        front, self._front = self._front, None
+        if front is not None:
             await front.client.stop()
 
     # One front -------------------------------------------------------------------------------------------------------
 
-    async def _make_front(self, number: int) -> _Front:
-        settings = self._config.gateway
-        # Several fronts of one host have ports one after another, if the config names a port.
-        port = settings.port + number if settings.port else 0
+    async def _make_front(self) -> _Front:
         spec = protocols.ActorSpec(
-            name=f"gateway-{number}",
+            name="gateway-0",
             factory=FACTORY,
-            arguments={"gateway": dataclasses.asdict(dataclasses.replace(settings, port=port)), "model": self._model},
+            arguments={"gateway": dataclasses.asdict(self._config.gateway), "model": self._model},
             cpus=0.0,
         )
         front = _Front(spec, FrontClient(self._cluster, spec, self._config.deadlines))
