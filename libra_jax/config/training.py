@@ -107,7 +107,7 @@ class TrainerConfig:
     # micro_batch (on finished groups that fill a micro-batch). The update is the same, but for rounding.
     stream: str = field("off", choices=("off", "group", "micro_batch"))
     # Rollouts of one prompt in one row that computes the prompt once. Their attention is the chunked kernel's, which is
-    # slower than cuDNN's by more than that saves: not for GPUs.
+    # slower than cuDNN's by more than that saves: not for GPUs. On CPUs it gains where prompts are long.
     share_prompt: bool = False
     pack: bool = True  # several trajectories in a row, separated by segment ids
     # Huge pages for the memory of a trainer on CPUs (platform=cpu), from glibc's malloc. launch/train.py then starts
