@@ -22,8 +22,8 @@ SPARSE_SPLITS = [*SPARSE_QUICK, *(pytest.param(split, marks=pytest.mark.drill) f
 LOOPED = [(2, 2, 2), (1, 2, 2, 2)]
 """Splits on which the layers are a loop, as on GPUs and TPUs. Elsewhere a CPU has these few one after the other."""
 
-STEPS = 60
-RATE = 3e-3
+STEPS = 20
+RATE = 1e-2
 # Every advantage negative and the clip far away: the loss is a smooth positive number that falls, fit for a curve.
 ALGORITHM = config_lib.AlgorithmConfig(clip_low=0.99)
 ADAM = config_lib.OptimizerConfig(name="adam", eps=1e-6)
