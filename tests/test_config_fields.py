@@ -49,7 +49,6 @@ def test_a_value_is_taken_or_refused_by_field_value_and_fix(constraint, right, w
     ("name", "value", "sentence"),
     [
         ("algorithm.correction_cap", 3.0, "3 has no effect with algorithm.correction=none; leave it at 2, or set "),
-        ("gateway.processes", 2, "2 has no effect with cluster.backend=inprocess; leave it at 1, or set cluster."),
         ("model.lora.path", "a", 'a has no effect with model.lora.rank=0; leave it at "", or set model.lora.rank'),
     ],
 )
