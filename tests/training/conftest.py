@@ -84,6 +84,18 @@ def sparse():
 
 
 @pytest.fixture(scope="session")
+def shallow():
+    """The small model with one layer: a further one doubles what is compiled, and not all tests look at layers."""
+    return _model(dataclasses.replace(small_model.shape(), num_layers=1))
+
+
+@pytest.fixture(scope="session")
+def shallow_sparse():
+    """The same with experts."""
+    return _model(dataclasses.replace(small_model.sparse(), num_layers=1))
+
+
+@pytest.fixture(scope="session")
 def model_directory(small, tmp_path_factory):
     """The small model, as Hugging Face has it."""
     path = tmp_path_factory.mktemp("model") / "small"

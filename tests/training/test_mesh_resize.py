@@ -24,6 +24,17 @@ SIZES = [(8, 1, 1), (2, 2, 1), (1, 2, 1), (2, 2, 2), (1, 1, 1), (1, 4, 2)]
 PATIENCE = 120.0
 
 
+# A further layer is another slice of the same arrays, which move as one.
+@pytest.fixture(scope="module")
+def small(shallow):
+    return shallow
+
+
+@pytest.fixture(scope="module")
+def sparse(shallow_sparse):
+    return shallow_sparse
+
+
 def _beginning(small):
     """A maker of learners that have taken a step, with the batch that they were given."""
 
@@ -85,10 +96,10 @@ def test_no_bit_of_the_state_changes_over_a_chain_of_meshes(begun_of_each):
 def test_no_bit_changes_where_the_mesh_splits_rows_and_it_learns_the_same(sparse):
     begun = _beginning(sparse)
     steady, step = begun((4, 1, 1, 2))
-    wanted = [step(steady) for _ in range(3)]
+    wanted = [step(steady) for _ in range(2)]
     learner, step = begun((4, 1, 1, 2))
     got = []
-    for sizes in [(1, 2, 1, 2), (1, 2, 2, 2), (2, 2, 1)]:  # 8 devices, then 4, 8, and 4 whose rows are whole
+    for sizes in [(1, 2, 2, 2), (2, 2, 1)]:  # 8 devices, then as many, and 4 whose rows are whole
         before = on_host(learner)
         learner, _ = resized(learner, sizes)
         assert dict(learner.layout.mesh.shape)["context"] == protocols.MeshSizes(*sizes).context
@@ -99,16 +110,16 @@ def test_no_bit_changes_where_the_mesh_splits_rows_and_it_learns_the_same(sparse
 
 def test_a_mesh_of_six_is_accepted_where_rows_divide_and_takes_the_same_steps(begun):
     steady, step = begun(rows=24)
-    wanted = [step(steady) for _ in range(4)]
+    wanted = [step(steady) for _ in range(3)]
     learner, step = begun(rows=24)
     got = []
-    for sizes in [(4, 1, 1), (2, 1, 1), (8, 1, 1), (6, 1, 1)]:
+    for sizes in [(6, 1, 1), (4, 1, 1), (6, 1, 1)]:  # fewer devices each time, and more
         held = on_host(learner)  # parameters, moments, step and random key
         learner, _ = resized(learner, sizes)
         assert learner.layout.mesh.size == np.prod(sizes)
         assert all(np.array_equal(a, b) for a, b in zip(on_host(learner), held, strict=True))
         got.append(step(learner))
-    assert learner.state.step == 5
+    assert learner.state.step == 4
     np.testing.assert_allclose(got, wanted, rtol=1e-4)
 
 
