@@ -21,7 +21,7 @@ _ANY_NUMBER = (float, Constraint())
 _SWITCH = (bool, Constraint())
 _CRITIC: Rules = {"discount": _SHARE, "turn_discount": _SHARE, "trace_decay": _SHARE, "whitened": _SWITCH}
 _AT_LEAST_ONE = (float, Constraint(ge=1))
-_COST_RULE: Rules = {"tail_power": _AT_LEAST_ONE, "move_margin": _AT_LEAST_ONE, "reserve": _SHARE}
+_COST_RULE: Rules = {"tail_power": _AT_LEAST_ONE, "move_margin": _AT_LEAST_ONE}
 ARGUMENTS: Mapping[str, Rules] = {
     "distillation": {"reward_weight": _NOT_NEGATIVE},
     "gae": _CRITIC,
@@ -44,7 +44,6 @@ ARGUMENTS: Mapping[str, Rules] = {
     "kl_cov": {"share": _SHARE, "coefficient": _NOT_NEGATIVE},
     "cmlfq": _COST_RULE,
     "oracle": _COST_RULE,
-    "clairvoyant": {"reserve": _SHARE},
     "cmlfq_authors": {"max_residents": _COUNT},
     "heddle": {"preempt_ratio": _AT_LEAST_ONE},
     "length_predictor": {"sigma": _NOT_NEGATIVE},

@@ -82,7 +82,9 @@ REMOVED = {
     "scheduler.predictor_sigma": _policy_argument("length_predictor", "sigma", 1.0, 0.5),
     "scheduler.preempt_ratio": _policy_argument("heddle", "preempt_ratio", 2.0, 1.0),
     "scheduler.quanta": _policy_argument("mlfq", "quantum", 250, ()),
-    "scheduler.reserve": _policy_argument("cmlfq", "reserve", 0.0, 0.1),
+    "scheduler.reserve": RemovedSetting(
+        "a request takes a free slot of a wider bucket if that costs it less than a wait"
+    ),
     "scheduler.sticky_threshold": _policy_argument("sticky", "threshold", 0.2, 0.1),
     "scheduler.tail_power": _policy_argument("cmlfq", "tail_power", 1.0, 4.0),
 }

@@ -24,9 +24,8 @@ waits or decodes, those of its rollout that are away are no residents. They deco
 never, after a summary. A segment that comes back is priced like a new request, whose context lies where it was served.
 
 Free slots whose own queue is empty serve other requests: those of the nearest bucket, then those of the most crowded
-instance. There are two exceptions, each bounded by `scheduler.ageing_seconds`. The last `reserve` of a
-bucket's slots are kept from narrower work. And a request waits on for a wider bucket while that costs it less than a
-turn at the narrower pace.
+instance. But a request waits on for its bucket while that costs it less than a turn at the other's pace, for
+`scheduler.ageing_seconds` at most.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class Cmlfq(residents.ResidentScheduler):
       kinds: kinds of the layout's instances, if they are known.
       tail_power: exponent of the time to finish in the cost; 1 is mean latency, more weighs the tail.
       move_margin: cost of a move, as a multiple of its seconds; above 1, as loads even out before it has paid off.
-      reserve: share of a bucket's slots that stay free of requests from narrower buckets.
     """
 
     by_length = True
@@ -78,7 +76,6 @@ class Cmlfq(residents.ResidentScheduler):
         kinds: Sequence[protocols.Kind] = (),
         tail_power: float = 4.0,
         move_margin: float = 8.0,
-        reserve: float = 0.1,
     ) -> None:
         self.evidence = evidence.Evidence(config)
         self.rates = cost_model.Rates(costs)
@@ -95,7 +92,6 @@ class Cmlfq(residents.ResidentScheduler):
         self._urgency = 0.0  # of the request that `_cost` priced last
         self._power = tail_power
         self._move_margin = move_margin
-        self._reserve = reserve
 
     def expect(self, request: requests.Request) -> prefix_tree.Sketch:
         """Returns the distribution of the tokens still to be generated: a number for each of `masses`."""
@@ -172,9 +168,6 @@ class Cmlfq(residents.ResidentScheduler):
     def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
         """Returns whether waiting costs the request more than a turn at this bucket's pace, and the move there."""
         level_bucket, target = self.buckets[request.level], request.target
-        # The reserve: a short request in the last slots would make the next long one wait.
-        if level_bucket.level < bucket.level and bucket.free <= self._reserve * bucket.slots:
-            return False
         server = bucket.least_busy()
         if not self.admits(request, server):
             return False

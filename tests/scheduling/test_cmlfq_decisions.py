@@ -111,17 +111,16 @@ def test_a_request_that_outruns_its_budget_stays_until_another_instance_has_room
     assert places(scheduler.on_progress("request", 10 + 8 * BUDGET, 11.0)) == [("request", "wide")]
 
 
-@pytest.mark.parametrize(("reserve", "most"), [(0.0, 6), (0.5, 2)])
-def test_overflow_leaves_its_share_of_the_wide_slots_free(reserve, most):
+def test_short_requests_that_would_wait_take_the_free_wide_slots():
     """Twenty short requests share one narrow slot while two long ones decode on the wide instance and six are free."""
-    scheduler = taught(arguments={"reserve": reserve})
+    scheduler = taught()
     names = [f"short-{index}" for index in range(20)]
     with_long_ones(scheduler, 2, *names)
     for name in names:
         scheduler.on_tool_call(name, 10, 8.0)
     scheduler.on_instance_change([protocols.Instance("narrow", 1, 1), WIDE], 8.5)
     places = [item for name in names for item in scheduler.on_tool_return(name, WORKED, 200, 9.0)]
-    assert sum(item.instance == "wide" for item in places) == most
+    assert sum(item.instance == "wide" for item in places) == 6
 
 
 def test_an_instance_takes_no_more_than_its_cache_is_expected_to_hold_and_the_rest_wait():

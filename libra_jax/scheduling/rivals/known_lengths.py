@@ -71,6 +71,9 @@ def _prediction_error(seed: int, request_id: str, sigma: float) -> float:
 TURNOVER = 4
 """`Clairvoyant` draws its bands again after 1 / 4 of the live requests have come or gone."""
 
+RESERVE = 0.1
+"""Share of a bucket's slots that `Clairvoyant` keeps free of requests from narrower buckets."""
+
 SEARCHES = 40
 """Halvings in which the time of the bands is found."""
 
@@ -86,7 +89,6 @@ class Clairvoyant(residents.ResidentScheduler):
       costs: costs of decoding.
       remaining: true remaining tokens.
       kinds: kinds of the layout's instances, if they are known.
-      reserve: share of a bucket's slots that stay free of requests from narrower buckets.
     """
 
     by_length = True
@@ -101,11 +103,9 @@ class Clairvoyant(residents.ResidentScheduler):
         remaining: Remaining,
         *,
         kinds: Sequence[protocols.Kind] = (),
-        reserve: float = 0.1,
     ) -> None:
         super().__init__(config, order="oldest_longest_first", kinds=kinds)
         self._truth = remaining
-        self._reserve = reserve
         self._rates = cost_model.Rates(costs)
         self._bounds: list[float] | None = None  # longest request of each level but the widest; None: not drawn
         self._changes = 0
@@ -140,7 +140,7 @@ class Clairvoyant(residents.ResidentScheduler):
         return (
             request.home is None
             and bucket.level > request.level
-            and bucket.free > self._reserve * bucket.slots
+            and bucket.free > RESERVE * bucket.slots
             and not any(wider.queue.size for wider in self.buckets[bucket.level :])
         )
 
