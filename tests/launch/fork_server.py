@@ -6,6 +6,7 @@ streams, and end. What the interpreter reads as it starts (`PYTHON...` variables
 
 import ast
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -134,6 +135,8 @@ def _become(script: str, arguments: list[str], environment: dict[str, str]) -> N
 
 if __name__ == "__main__":
     _import_all()
+    gc.collect()
+    gc.freeze()  # else collections in a fork would touch, and so copy, every page
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         command = _serve(listening)
     if command is not None:
