@@ -160,7 +160,7 @@ def test_frozen_weights_are_not_compared():
 
 
 def test_settings_that_cannot_be_are_refused_by_name():
-    with pytest.raises(protocols.ConfigError, match=r"rollout\.full_sync_every.*nccl.*set it to 1"):
-        config_lib.RolloutConfig(transport="nccl", full_sync_every=10)
+    with pytest.raises(protocols.ConfigError, match=r"rollout\.full_sync_every: .*nccl; leave it at 1"):
+        config_lib.RunConfig(rollout=config_lib.RolloutConfig(transport="nccl", full_sync_every=10))
     with pytest.raises(protocols.ConfigError, match=r"rollout\.full_sync_every.*must be positive"):
         config_lib.RolloutConfig(full_sync_every=0)

@@ -74,5 +74,5 @@ def test_engines_after_the_first_stop_for_the_load_alone(tmp_path):
 
 
 def test_other_transports_are_refused_by_name():
-    with pytest.raises(protocols.ConfigError, match=r"rollout\.sync_at_once.*nccl.*set it to 0"):
-        config_lib.RolloutConfig(transport="nccl", sync_at_once=1)
+    with pytest.raises(protocols.ConfigError, match=r"rollout\.sync_at_once: .*nccl; leave it at 0"):
+        config_lib.RunConfig(rollout=config_lib.RolloutConfig(transport="nccl", sync_at_once=1))

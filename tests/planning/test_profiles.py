@@ -147,7 +147,7 @@ def test_a_profile_with_a_share_above_the_peak_is_refused(tmp_path):
     values = checksums.read_object(path)
     values["coefficients"]["train_flops_share"] = 1.5
     path.write_text(json.dumps(values))
-    with pytest.raises(protocols.DataError, match=r"is no profile .* share of a peak"):
+    with pytest.raises(protocols.DataError, match=r"is no profile .* must lie in"):
         profiles.read(path)
 
 
