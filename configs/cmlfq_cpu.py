@@ -48,7 +48,8 @@ def get_config(policy: str = "cmlfq") -> config_lib.RunConfig:
     config.scheduler.policy = policy
     config.scheduler.max_remaining_tokens = (12,)  # an answer has 2 to 9 tokens, a call and an answer 12 or more
     config.scheduler.costs.request_seconds = 1e-3  # beside 20e-3 for the step itself: a full batch costs more
-    config.scheduler.arguments = {"move_margin": 1.0}  # contexts of a hundred tokens are soon prefilled again
+    if policy == "cmlfq":
+        config.scheduler.arguments = {"move_margin": 1.0}  # contexts of a hundred tokens are soon prefilled again
 
     config.optimizer.learning_rate = 4e-4
     config.optimizer.warmup_steps = 5
