@@ -68,7 +68,7 @@ SLOTS = {
     "14b": {"swe": 96, "search": 96, "math": 96},
     "30b": {"swe": 96, "search": 256, "math": 96},
 }
-"""Slots of an instance, by model. Qwen3-14B has what an instance of degree 2 holds of math. With 96 in place of 32 a
+"""Slots of an instance, by model. Qwen3-14B has what an instance of degree 2 holds of math. With 96 instead of 32 a
 step of software engineering takes 3% less, and a step of math 7% less (seed 0). Qwen3-30B-A3B has as many as its
 narrowest instance holds requests of the run's middle, at most vLLM's default of 256. A step reads nearly all of its
 experts from 32 requests on, so more requests cost little."""

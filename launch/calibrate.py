@@ -69,9 +69,9 @@ class Run:
 
     name: str
     model: costs.CostModel
-    steps: tuple[profiles.Measured, ...]
+    steps: tuple[profiles.MeasuredStep, ...]
     work: tuple[Any, ...]
-    streams: tuple[calibration.Stream, ...]
+    streams: tuple[calibration.RequestStay, ...]
 
     @property
     def fitted(self) -> int:
@@ -115,7 +115,7 @@ def main() -> None:
             raise protocols.ConfigError(
                 f"--workdirs: {run.name} has another model or other planner.hardware than {runs[0].name}"
             )
-    by_degree: dict[int, list[Sequence[calibration.Stream]]] = collections.defaultdict(list)
+    by_degree: dict[int, list[Sequence[calibration.RequestStay]]] = collections.defaultdict(list)
     for run in runs:
         by_degree[run.steps[0].degree].append(run.streams)
     # The first halves alone, because the other halves judge the profile.
@@ -202,7 +202,7 @@ def _read(folder: Path) -> Run:
             f"{folder}: trainer.platform is {config.trainer.platform!r} and planner.hardware "
             f"{config.planner.hardware!r}: say in the run's config what it runs on"
         )
-    trainer = meshes.Trainer.from_config(config, model.sheet)
+    trainer = meshes.TrainerProperties.from_config(config, model.sheet)
     empty = [step.number for step in recorded.steps if not step.lengths]
     if empty:
         raise protocols.DataError(
@@ -210,7 +210,7 @@ def _read(folder: Path) -> Run:
             "record a run with longer task.max_seconds and rollout.max_context, or with task.cut_off=zero"
         )
     steps = tuple(
-        profiles.Measured(
+        profiles.MeasuredStep(
             mesh=(config.trainer.data, config.trainer.fsdp, config.trainer.tensor),
             trainer=trainer,
             lengths=step.lengths,

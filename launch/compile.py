@@ -112,7 +112,7 @@ def _compiled(
     shape: model_config.TransformerConfig,
     grid: tuple[int, int] | None,
     names: Sequence[str] = (),
-) -> tuple[programs.Case, dict[str, str]]:
+) -> tuple[programs.CompiledCase, dict[str, str]]:
     # A GPU of this machine would be initialised by the first computation, and its memory taken.
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Imported here, because --help and a wrong flag need no JAX.
@@ -124,7 +124,7 @@ def _compiled(
 
 
 def _print(
-    case: programs.Case, config: config_lib.RunConfig, shape: model_config.TransformerConfig, room: float
+    case: programs.CompiledCase, config: config_lib.RunConfig, shape: model_config.TransformerConfig, room: float
 ) -> None:
     gradient, foreseen = case.gradient, programs.expected(case, shape)
     bound = communication_bounds.volumes(shape, *case.mesh, case.columns, case.context)
@@ -179,12 +179,12 @@ def _formula(predicted: float, counted: float) -> str:
 
 
 def _refuse(
-    case: programs.Case, config: config_lib.RunConfig, shape: model_config.TransformerConfig, room: float
+    case: programs.CompiledCase, config: config_lib.RunConfig, shape: model_config.TransformerConfig, room: float
 ) -> None:
     """Raises the error of a config that does not fit, with settings that do."""
     print("Looking for settings that fit ...", flush=True)
 
-    def tell(setting: fitting.Setting, needed: float) -> None:
+    def tell(setting: fitting.FittedSetting, needed: float) -> None:
         # Each takes up to a minute, so a search that is interrupted has shown what it found.
         fits = "fits" if needed <= room else "does not fit"
         print(f"  {fits}: {setting.flags} ({needed / 1e9:.1f} GB)", flush=True)

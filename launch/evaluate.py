@@ -24,8 +24,8 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run; its config and its newest checkpoint count.")
 _STEP = flags.DEFINE_integer("step", None, "Training step of the checkpoint in --workdir; default the newest.")
-_MODEL = flags.DEFINE_string("model", None, "Hugging Face directory or id, in place of --workdir.")
-_TASKS = flags.DEFINE_string("tasks", None, "File of tasks, all evaluated, in place of the config's held-out tasks.")
+_MODEL = flags.DEFINE_string("model", None, "Hugging Face directory or id, instead of --workdir.")
+_TASKS = flags.DEFINE_string("tasks", None, "File of tasks, all evaluated, instead of the config's held-out tasks.")
 _MOST_TASKS = flags.DEFINE_integer(
     "most_tasks", None, "Most tasks to evaluate; default evaluation.tasks held-out tasks, or all of --tasks."
 )

@@ -178,7 +178,7 @@ def _request() -> planned.PlanRequest:
                 f"--generated_tokens: {','.join(_GENERATED.value)!r} is neither a mean nor mean,P90, like 4000,7000"
             )
         generated = scripts.LogNormal.fitted(*numbers) if len(numbers) == 2 else numbers[0]
-    lengths = scripts.Wanted(generated, _TURNS.value, _PAYLOAD.value, _PROMPT.value)
+    lengths = scripts.RequestedLengths(generated, _TURNS.value, _PAYLOAD.value, _PROMPT.value)
     return planned.PlanRequest(
         hardware=_HARDWARE.value,
         model=_MODEL.value,
@@ -190,7 +190,7 @@ def _request() -> planned.PlanRequest:
     )
 
 
-def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
+def _timed(searched: search.PlanSearch, devices: int) -> tuple[search.DeviceSplit, float]:
     """Returns the best split by --objective, and the seconds of the search."""
     began = time.perf_counter()
     if _OBJECTIVE.value == "cheapest":
@@ -202,7 +202,7 @@ def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
     return found, time.perf_counter() - began
 
 
-def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) -> None:
+def _print(best: search.DeviceSplit, case: planned.PlanInputs, unsure: forecast.Prediction) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
     shape += f" x context {mesh.context}" * (mesh.context > 1)
@@ -259,7 +259,7 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
     )
 
 
-def _hosts(best: search.Split, case: planned.Case) -> str:
+def _hosts(best: search.DeviceSplit, case: planned.PlanInputs) -> str:
     """Says how many hosts the plan takes, of those that the config or the hardware sheet has."""
     each = case.run.cluster.accelerators_per_host or case.model.sheet.devices_per_node
     train, roll_out = -(-best.train.devices // each), -(-best.plan.rollout_devices // each)
@@ -274,7 +274,7 @@ def _hosts(best: search.Split, case: planned.Case) -> str:
     )
 
 
-def _print_spread(case: planned.Case) -> None:
+def _print_spread(case: planned.PlanInputs) -> None:
     """Says which spread of lengths was assumed where --generated_tokens gives only the mean."""
     if _GENERATED.value is None or len(_GENERATED.value) != 1:
         return
@@ -287,7 +287,7 @@ def _print_spread(case: planned.Case) -> None:
     )
 
 
-def _print_sweep(case: planned.Case) -> None:
+def _print_sweep(case: planned.PlanInputs) -> None:
     rows = table.Table(
         _SWEEP.value, "train", "data x fsdp x tensor", "rollout", "step, s", "tokens/s each", "solved, s"
     )
@@ -324,7 +324,7 @@ def _print_sweep(case: planned.Case) -> None:
         print(line)
 
 
-def _cases(case: planned.Case) -> Iterator[tuple[str, planned.Case]]:
+def _cases(case: planned.PlanInputs) -> Iterator[tuple[str, planned.PlanInputs]]:
     work, run = case.work, case.run
     if _SWEEP.value == "accelerators":
         for count in ACCELERATORS:  # with the config's work for each accelerator
@@ -372,7 +372,9 @@ PlanFile = TypedDict(
 """The file of a plan, which `plans.read` reads back."""
 
 
-def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction, seconds: float) -> PlanFile:
+def as_json(
+    best: search.DeviceSplit, case: planned.PlanInputs, unsure: forecast.Prediction, seconds: float
+) -> PlanFile:
     """Returns the plan as its file has it."""
     mesh = best.train
     return {

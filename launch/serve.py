@@ -24,7 +24,7 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run; its config and its newest checkpoint count.")
 _STEP = flags.DEFINE_integer("step", None, "Training step of the checkpoint in --workdir; default the newest.")
-_MODEL = flags.DEFINE_string("model", None, "Hugging Face directory or id, in place of --workdir.")
+_MODEL = flags.DEFINE_string("model", None, "Hugging Face directory or id, instead of --workdir.")
 _HOST = flags.DEFINE_string("host", None, "Address to listen at; default gateway.host of the config, the loopback.")
 _PORT = flags.DEFINE_integer("port", None, "Port to listen at, 0 is any; default gateway.port of the config.")
 _KEY_ENV = flags.DEFINE_string("key_env", "", "Environment variable with the clients' key; default a random key.")

@@ -158,7 +158,7 @@ def _write(
     run: settings.SimulatedRun,
     about: comparison.Subject,
     result: comparison.Comparison,
-    moves: Sequence[comparison.Moved],
+    moves: Sequence[comparison.MovedCoefficient],
     found: prediction_quality.PredictionQuality | None,
 ) -> None:
     picture = output.with_suffix(".svg")

@@ -84,7 +84,7 @@ def main() -> int:
     return 0
 
 
-def _describe(named: config_lib.RunConfig, found: hub.Found) -> None:
+def _describe(named: config_lib.RunConfig, found: hub.LocalConfig) -> None:
     """Prints what the run would be: changed settings, unless it cannot start, and what follows from all of them.
 
     Raises:

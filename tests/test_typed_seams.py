@@ -88,9 +88,11 @@ SEAMS = [
     Seam(
         "trainer's protocol", "trainer: protocols.TrainerClient, batch: protocols.TrainBatch", *trainer_calls("trainer")
     ),
-    Seam("trainer's client", "trainer: client.TrainerClient, batch: protocols.TrainBatch", *trainer_calls("trainer")),
-    Seam("run's trainer", "run: parts.Parts, batch: protocols.TrainBatch", *trainer_calls("run.trainer")),
-    Seam("workers' trainer", "run: parts.Workers, batch: protocols.TrainBatch", *trainer_calls("run.trainer")),
+    Seam(
+        "trainer's client", "trainer: client.TrainerActorClient, batch: protocols.TrainBatch", *trainer_calls("trainer")
+    ),
+    Seam("run's trainer", "run: parts.RunParts, batch: protocols.TrainBatch", *trainer_calls("run.trainer")),
+    Seam("workers' trainer", "run: parts.RunWorkers, batch: protocols.TrainBatch", *trainer_calls("run.trainer")),
     *(
         Seam(f"trainer of {room}", f"part: {room}, batch: protocols.TrainBatch", *trainer_calls(f"part.{trainer}"))
         for room, trainer in (
@@ -111,7 +113,7 @@ SEAMS = [
     *(
         Seam(
             f"hybrid worker's {kind}",
-            f"replica: {kind}.HybridClient, batch: protocols.TrainBatch",
+            f"replica: {kind}, batch: protocols.TrainBatch",
             [
                 "await replica.contribute(batch, [])",
                 "await replica.join(1, {'port': 80})",
@@ -125,12 +127,12 @@ SEAMS = [
                 ("await replica.train_step(batch)", "has no attribute"),
             ],
         )
-        for kind in ("protocols", "client")
+        for kind in ("protocols.HybridClient", "client.HybridActorClient")
     ),
     *(
         Seam(
             f"engine's {kind}",
-            f"engine: {kind}.EngineClient, request: protocols.GenerationRequest, chunk: protocols.WeightChunk",
+            f"engine: {kind}, request: protocols.GenerationRequest, chunk: protocols.WeightChunk",
             [
                 "(await engine.start()).slots + 1",
                 "await engine.generate(request).aclose()",
@@ -148,12 +150,12 @@ SEAMS = [
                 ("(await engine.start()).slot", "has no attribute"),
             ],
         )
-        for kind in ("protocols", "engines_client")
+        for kind in ("protocols.EngineClient", "engines_client.EngineActorClient")
     ),
     *(
         Seam(
             f"relay's {kind}",
-            f"relay: {kind}.RelayClient, chunk: protocols.WeightChunk",
+            f"relay: {kind}, chunk: protocols.WeightChunk",
             [
                 "await relay.send(chunk, 'relay-1')",
                 "(await relay.receive(chunk)).index + 1",
@@ -167,11 +169,11 @@ SEAMS = [
                 ("(await relay.receive(chunk)).number", "has no attribute"),
             ],
         )
-        for kind in ("protocols", "relay_tree")
+        for kind in ("protocols.RelayClient", "relay_tree.RelayActorClient")
     ),
     Seam(
         "engine of the coordinator",
-        "engine: instances.Engine, chunk: protocols.WeightChunk",
+        "engine: instances.RolloutInstance, chunk: protocols.WeightChunk",
         ["assert engine.client and await engine.client.health()"],
         [
             ("assert engine.client and await engine.client.healthy()", "has no attribute"),
@@ -221,18 +223,18 @@ SEAMS = [
 ]
 
 DOUBLES = [
-    ("libra_jax.simulator.trainer", "Trainer", "protocols.Trainer"),
-    ("libra_jax.simulator.training_side", "TrainingSide", "protocols.TrainingSide"),
-    ("libra_jax.simulator.engine", "Engine", "protocols.RolloutEngine"),
+    ("libra_jax.simulator.trainer", "SimulatedTrainer", "protocols.Trainer"),
+    ("libra_jax.simulator.training_side", "SimulatedTrainingSide", "protocols.TrainingSide"),
+    ("libra_jax.simulator.engine", "SimulatedEngine", "protocols.RolloutEngine"),
     ("libra_jax.engines.fake_engine", "FakeEngine", "protocols.RolloutEngine"),
-    ("libra_jax.engines.client", "EngineClient", "protocols.EngineClient"),
-    ("libra_jax.weights.relay_tree", "RelayClient", "protocols.RelayClient"),
+    ("libra_jax.engines.client", "EngineActorClient", "protocols.EngineClient"),
+    ("libra_jax.weights.relay_tree", "RelayActorClient", "protocols.RelayClient"),
     ("relay_doubles", "Relay", "protocols.Relay"),
     ("coordinator_doubles", "RecordingTrainer", "protocols.Trainer"),
     ("mortal_trainers", "Trainer", "protocols.Trainer"),
     ("movable_trainers", "Trainer", "protocols.TrainerProcess"),
-    ("libra_jax.trainer_control.client", "TrainerClient", "protocols.TrainerClient"),
-    ("libra_jax.trainer_control.client", "HybridClient", "protocols.HybridClient"),
+    ("libra_jax.trainer_control.client", "TrainerActorClient", "protocols.TrainerClient"),
+    ("libra_jax.trainer_control.client", "HybridActorClient", "protocols.HybridClient"),
     ("gateway_doubles", "Scripted", "protocols.Conversation"),
     ("gateway_doubles", "Scripts", "protocols.Conversations"),
 ]

@@ -192,7 +192,7 @@ class _Sessions:
 def _serve(pipe: connection.Connection) -> None:
     async def run() -> None:
         served = _Sessions()
-        gateway = server.Server(served, config_lib.GatewayConfig())
+        gateway = server.GatewayServer(served, config_lib.GatewayConfig())
         pipe.send(await gateway.start())
         loop, process = asyncio.get_running_loop(), psutil.Process()
         while (command := await loop.run_in_executor(None, pipe.recv)) is not None:

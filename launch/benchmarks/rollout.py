@@ -39,10 +39,10 @@ async def measure(rounds: int) -> workload.Figures:
     config = config_lib.RunConfig(rollout=config_lib.RolloutConfig(slots=REQUESTS, max_context=256, max_tokens=TOKENS))
     model = models_config.to_hf(models_config.load_preset("libra-tiny"))
     spec = workload.engine_spec(NAME, config, model)
-    launch = vllm_launch.Launch("bare", model, config.rollout, 1, seed=0, cpu_cores="auto", log_path="")
+    launch = vllm_launch.EngineLaunch("bare", model, config.rollout, 1, seed=0, cpu_cores="auto", log_path="")
     loop = asyncio.get_running_loop()
     cluster = cluster_create.create(config.cluster)
-    run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
+    run = parts.CoordinatorContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
     engines = instances.Instances(run, [spec])
     try:
         await engines.start()

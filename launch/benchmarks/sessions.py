@@ -61,7 +61,7 @@ async def _serve(pipe: connection.Connection, secrets: Sequence[str]) -> None:
         trainer=config_lib.TrainerConfig(row_tokens=CONTEXT),
     )
     cluster = inprocess.InProcessCluster()
-    run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
+    run = parts.CoordinatorContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
     engines = instances.Instances(run, [protocols.ActorSpec(NAME, f"{__name__}:engine", {"rollout": rollout})])
     await engines.start()
     engines.engines[NAME].state = "serving"
@@ -70,11 +70,11 @@ async def _serve(pipe: connection.Connection, secrets: Sequence[str]) -> None:
     run.events.announce(protocols.EnginesChanged(engines.serving()))
     gateway, form = fronts.Fronts(run, "policy"), chat_format.CharacterFormat(tokenizers.CharacterTokenizer())
     limits = loop.Limits(max_turns=100, max_tokens=OUTPUT, max_context=CONTEXT, tool_seconds=600.0, temperature=1.0)
-    opened: dict[str, tuple[session.Session, protocols.Endpoint]] = {}
+    opened: dict[str, tuple[session.RolloutSession, protocols.Endpoint]] = {}
     lives = 0
     # The first session starts the server, whose address does not change.
     first = await gateway.open(
-        session.Session(
+        session.RolloutSession(
             protocols.Trajectory("first", "first"),
             form=form,
             sampler=sampler,
@@ -90,7 +90,7 @@ async def _serve(pipe: connection.Connection, secrets: Sequence[str]) -> None:
             for secret in secrets:
                 trajectory = protocols.Trajectory(f"{secret}/{lives}", secret)
                 sampler.open(trajectory, len(opened) // 8, 0)
-                one = session.Session(
+                one = session.RolloutSession(
                     trajectory, form=form, sampler=sampler, limits=limits, read_status=tool_results.status
                 )
                 opened[trajectory.trajectory_id] = one, await gateway.open(one, secret)

@@ -66,7 +66,7 @@ async def measure(
     model = models_config.to_hf(bridge.SHAPE)
     specs = [workload.engine_spec(name, config, model) for name in NAMES[:engines]]
     cluster = cluster_create.create(config.cluster)
-    run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
+    run = parts.CoordinatorContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
     started = instances.Instances(run, specs)
     weights = Weights(bridge.SHAPE, chunk_bytes)
     seconds, paused = [], []

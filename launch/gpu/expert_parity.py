@@ -36,7 +36,7 @@ TINY = Sizes(64, 32, 16, 8, 2, "float32")
 
 
 def measure(bench: rows.Bench) -> rows.Outcome:
-    """Compares where experts are taken unevenly, one by nobody, and some tokens take none."""
+    """Compares where experts are taken unevenly, one by no one, and some tokens take none."""
     sizes = TINY if bench.tiny else REAL
     on = attention.target(jax.devices(bench.platform)[0])
     kernel = feasibility.choose_experts(on, sizes.width, sizes.columns, sizes.dtype)
@@ -47,12 +47,12 @@ def measure(bench: rows.Bench) -> rows.Outcome:
         jax.random.normal(key, shape, sizes.dtype) * shape[axis] ** -0.5
         for key, axis in zip(keys[2:5], (2, 2, 1), strict=True)
     )
-    weights = expert_rows.Weights(gate, up, down.swapaxes(1, 2))
+    weights = expert_rows.LayerExperts(gate, up, down.swapaxes(1, 2))
     share = jax.random.uniform(keys[5], (1, sizes.tokens, sizes.of_token))
     chosen = _chosen(sizes)
 
-    def run(kernel: str, x: jax.Array, share: jax.Array, weights: expert_rows.Weights) -> attention_parity.Results:
-        def layer(x: jax.Array, share: jax.Array, weights: expert_rows.Weights) -> jax.Array:
+    def run(kernel: str, x: jax.Array, share: jax.Array, weights: expert_rows.LayerExperts) -> attention_parity.Results:
+        def layer(x: jax.Array, share: jax.Array, weights: expert_rows.LayerExperts) -> jax.Array:
             return (
                 _plain(x, share, chosen, weights)
                 if kernel == "plain"
@@ -91,7 +91,7 @@ def measure(bench: rows.Bench) -> rows.Outcome:
 
 
 def _chosen(sizes: Sizes) -> jax.Array:
-    """Returns the experts of each token, [1, N, K]: the last is taken by nobody, and every eighth token takes none."""
+    """Returns the experts of each token, [1, N, K]: the last is taken by no one, and every eighth token takes none."""
     rng = np.random.default_rng(0)
     likely = rng.dirichlet(np.full(sizes.experts - 1, 4.0))
     drawn = np.log(likely) + rng.gumbel(size=(1, sizes.tokens, sizes.experts - 1))
@@ -100,7 +100,7 @@ def _chosen(sizes: Sizes) -> jax.Array:
     return jnp.asarray(chosen)
 
 
-def _plain(x: jax.Array, share: jax.Array, chosen: jax.Array, weights: expert_rows.Weights) -> jax.Array:
+def _plain(x: jax.Array, share: jax.Array, chosen: jax.Array, weights: expert_rows.LayerExperts) -> jax.Array:
     gate, up = (jnp.einsum("bnd,efd->bnef", x, leaf) for leaf in (weights.gate_ExFxD, weights.up_ExFxD))
     taken = jax.nn.one_hot(chosen, len(weights.gate_ExFxD)) * share[..., None]
     hidden = jax.nn.silu(gate) * up * taken.sum(axis=2)[..., None]

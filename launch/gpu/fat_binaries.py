@@ -38,7 +38,7 @@ class Entry:
 
 
 def slim(library: bytes, architecture: int) -> bytes:
-    """Returns the library with zeros in place of the programs that `architecture` does not need.
+    """Returns the library with zeros instead of the programs that `architecture` does not need.
 
     Args:
       library: content of an ELF-64 shared library; without the section, it is returned as it is.

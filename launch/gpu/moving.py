@@ -57,7 +57,7 @@ def _learner(bench: rows.Bench, layers: int | None, trainer: config_lib.TrainerC
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _random_moments(state: state_lib.TrainState) -> state_lib.TrainState:
-    """Returns the state with random float32 numbers in place of the optimizer's moments."""
+    """Returns the state with random float32 numbers instead of the optimizer's moments."""
     leaves, structure = jax.tree.flatten(state.opt_state)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     drawn = [

@@ -48,7 +48,7 @@ def receive(pipe: connection.Connection, place: str) -> None:
                 if asked:
                     sums[name] = total(kept[name])
             wait(torch.device(place))
-            # The sender frees its memory when nobody here refers to it.
+            # The sender frees its memory when no one here refers to it.
             del message, sent, tensors, tensor
             pipe.send(sums)
         except Exception as error:

@@ -37,7 +37,7 @@ def torch_memory(bench: rows.Bench) -> rows.Outcome:
     params = _params(shape)
     place = timing.torch_device(jax.devices(bench.platform)[0])
     sources = snapshot.wire_entries(shape)
-    stream = device_snapshot.Stream(sources, dtype, place)
+    stream = device_snapshot.TensorStream(sources, dtype, place)
     stream.leaves = {source.path: snapshot.leaf(params, source) for source in sources}
     gathered, sent, nbytes, problem = [], [], 0, ""
     with _second_process(str(place)) as peer:
@@ -88,7 +88,7 @@ def host_memory(bench: rows.Bench) -> rows.Outcome:
             peer.end()
     finally:
         snapshots.shutdown()
-    stream = device_snapshot.Stream(snapshot.wire_entries(shape), dtype, place)
+    stream = device_snapshot.TensorStream(snapshot.wire_entries(shape), dtype, place)
     stream.leaves = {source.path: snapshot.leaf(params, source) for source in snapshot.wire_entries(shape)}
     problem = _problem(dict(stream.tensors()), sums, params, shape)
     whole = torch.ones(snapshots.nbytes, dtype=torch.uint8, device=place)

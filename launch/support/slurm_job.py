@@ -175,7 +175,7 @@ def amounts(
     """Returns the options for the CPUs and the memory of a host. Slurm's own default is one core, and often little
     memory. An estimate never exceeds what the partition's hosts have.
 
-    Slurm takes a host whose memory nobody has configured for one of 1 MiB and refuses every request, so there is none.
+    Slurm takes a host whose memory no one has configured for one of 1 MiB and refuses every request, so there is none.
     """
     cpus, memory = settings.cpus_per_host, settings.memory
     if size is not None:
@@ -266,7 +266,7 @@ class Partition:
     Attributes:
       name: its name.
       nodes: (number of nodes, GPUs of each) for each kind of node.
-      least: CPUs and memory of its smallest node, 0 if nobody has configured them.
+      least: CPUs and memory of its smallest node, 0 if no one has configured them.
     """
 
     name: str
@@ -300,7 +300,7 @@ def read_partitions(output: str) -> dict[str, Partition]:
     for line in output.split():
         name, count, gres, cpus, memory = line.split("|")
         node = int(count), sum(map(int, _GPUS.findall(gres)))
-        # A plus sign follows the least of several; a node whose memory nobody has configured has 1 MiB.
+        # A plus sign follows the least of several; a node whose memory no one has configured has 1 MiB.
         mib = int(memory.rstrip("+"))
         size = host_sizes.HostSize(int(cpus.rstrip("+")), mib if mib > 1 else 0)
         plain = name.rstrip("*")

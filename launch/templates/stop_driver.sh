@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Tells the driver on this host to checkpoint and end, and waits until it has: Kubernetes runs this before it ends the
-# head of a RayJob, where SIGTERM would go to Ray, and from there to nobody.
+# head of a RayJob, where SIGTERM would go to Ray, and from there to no one.
 set -u
 
 running="$LIBRA_JAX_WORKDIR/.driver"

@@ -1,4 +1,4 @@
-"""Baselines of advantages that compare a group: what is subtracted from a reward in place of the group's mean.
+"""Baselines of advantages that compare a group: what is subtracted from a reward instead of the group's mean.
 
 Letters: N trajectories.
 """

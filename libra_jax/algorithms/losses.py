@@ -242,7 +242,7 @@ def cispo(
 
 
 def sapo(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
-    """Computes soft adaptive policy optimisation: a smooth gate of the ratio in place of the clip.
+    """Computes soft adaptive policy optimisation: a smooth gate of the ratio instead of the clip.
 
     loss = -A · (4 / τ) · sigmoid(τ (r - 1)), with τ = `tau_positive` for A > 0, else `tau_negative`. At r = 1 the
     gradient is that of -A log π; it fades on both sides.

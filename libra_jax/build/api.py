@@ -65,7 +65,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class ScoredRollout:
     """One scored rollout of an evaluation.
 
     Attributes:
@@ -82,7 +82,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """The result of an evaluation.
 
     Attributes:
@@ -94,7 +94,7 @@ class Evaluated:
     """
 
     reward: float
-    rollouts: Sequence[Rollout]
+    rollouts: Sequence[ScoredRollout]
     unscored: int
     metrics: Mapping[str, float]
 
@@ -127,7 +127,7 @@ async def start(
 
     Args:
       named: config as given; the workdir keeps it.
-      run: the same run with paths in place of Hugging Face ids (`hub.resolved`), checked.
+      run: the same run with paths instead of Hugging Face ids (`hub.resolved`), checked.
       workdir: directory of the run; None means the config's own.
       take_over: end a run that lives in the workdir.
       allow_changes: settings that may differ from the run's first start (`changes.allowed_names`).
@@ -205,7 +205,7 @@ def train(
       config: the run's configuration. Objects below replace what its names stand for.
       environment: class or function that makes a fresh environment (`protocols.Environment`). Without it, given tasks
         are questions with an `answer`, scored by exact match.
-      reward: function of (task, text) or (task, transcript) that scores a rollout in place of the environment. To add
+      reward: function of (task, text) or (task, transcript) that scores a rollout instead of the environment. To add
         to the environment's score, add `transcript.environment_reward`.
       tasks: mappings with a `prompt`, 5% of which are held out, or a `protocols.TaskSource`.
       workdir: the run's directory; None: `runs/<name>-<hash of config>`.
@@ -241,7 +241,7 @@ async def score(
     """Evaluates on the running event loop. Returns the scores, and the tokenizer that decodes the rollouts.
 
     Args:
-      config: configuration with names in place of objects; nothing but its evaluation takes place.
+      config: configuration with names instead of objects; nothing but its evaluation takes place.
       checkpoint: checkpoint whose weights are evaluated; None evaluates those of `config.model`.
     """
     run = _without_training(config)
@@ -296,7 +296,7 @@ def _without_training(config: config_lib.RunConfig) -> resolved_run.ResolvedRun:
     return preflight.validate(located.config, need_weights=True)
 
 
-def tell_skipped(newest: checkpoint_store.Found) -> None:
+def tell_skipped(newest: checkpoint_store.NewestCheckpoint) -> None:
     """Warns of damaged checkpoints, and names the older one that takes their place."""
     for sentence in newest.skipped:
         print(f"warning: {sentence} The one at step {newest.step} takes its place.", file=sys.stderr)
@@ -313,7 +313,7 @@ async def evaluate_async(
     environment: objects.MakeEnvironment | None = None,
     reward: objects.RewardFunction | None = None,
     tasks: objects.Tasks | None = None,
-) -> Evaluated:
+) -> EvaluationResult:
     """Scores a model on the running event loop; otherwise as `evaluate`. A cancelled call ends the workers."""
     with _Plain():
         named = objects.with_objects(config, environment, reward, tasks, holdout=1.0)
@@ -331,7 +331,7 @@ async def evaluate_async(
             named = dataclasses.replace(named, model=dataclasses.replace(named.model, path=str(model)))
         result, tokenizer = await score(named, checkpoint)
         rollouts = [
-            Rollout(
+            ScoredRollout(
                 rollout.prompt_id,
                 rollout.reward or 0.0,
                 record.policy_text(tokenizer, rollout),
@@ -340,7 +340,7 @@ async def evaluate_async(
             for rollout in result.rollouts
         ]
         metrics = {name.removeprefix("evaluation/"): value for name, value in result.metrics.items()}
-        return Evaluated(metrics["accuracy"], rollouts, int(metrics["unscored"]), metrics)
+        return EvaluationResult(metrics["accuracy"], rollouts, int(metrics["unscored"]), metrics)
 
 
 @_Plain()
@@ -351,7 +351,7 @@ def evaluate(
     environment: objects.MakeEnvironment | None = None,
     reward: objects.RewardFunction | None = None,
     tasks: objects.Tasks | None = None,
-) -> Evaluated:
+) -> EvaluationResult:
     """Scores a model on tasks and returns when all are scored. Trains and saves nothing.
 
     Each task gets `evaluation.attempts` rollouts. The engines, the tools and the limits are those of the config;
@@ -479,7 +479,7 @@ def plan(
     payload_tokens: int | None = None,
     prompt_tokens: int | None = None,
     config: config_lib.RunConfig | None = None,
-) -> search.Split:
+) -> search.DeviceSplit:
     """Plans how many accelerators train and how many roll out, and in which layouts.
 
     Args:
@@ -514,7 +514,7 @@ def plan(
         model=model,
         accelerators=accelerators,
         workload=workload,
-        lengths=scripts.Wanted(generated, turns, payload_tokens, prompt_tokens),
+        lengths=scripts.RequestedLengths(generated, turns, payload_tokens, prompt_tokens),
     )
     case = planned.case(config_lib.to_dict(config), request)
     return case.searched().best(case.devices)

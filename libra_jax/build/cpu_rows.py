@@ -23,7 +23,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def sized(run: resolved_run.ResolvedRun, caches: Path = _CACHES) -> resolved_run.ResolvedRun:
-    """Returns the run with the number of rows in place of 0. All workers of a run must get the same number.
+    """Returns the run with the number of rows instead of 0. All workers of a run must get the same number.
 
     Args:
       run: the run, whose shape is known.

@@ -258,7 +258,7 @@ EXAMPLE = "for the first task with its own answer"
 """What the reward functions are tried on, in a sentence."""
 
 
-def example(config: config_lib.RunConfig) -> trial.Example | None:
+def example(config: config_lib.RunConfig) -> trial.TrialRollout | None:
     """Returns a rollout that answers the first task as the task's `answer` says; None if the tasks are not here."""
     try:
         task = factories.task_source(config.task, config.seed).task(0)
@@ -277,7 +277,7 @@ def example(config: config_lib.RunConfig) -> trial.Example | None:
         dialogue = f"{question}\n{answer}"
     right = scoring.Transcript(answer, answer, messages=messages, environment_reward=1.0, dialogue=dialogue)
     silent = scoring.Transcript("", messages=messages[:1], environment_reward=0.0, dialogue=question)
-    return trial.Example(task, right, silent)
+    return trial.TrialRollout(task, right, silent)
 
 
 def try_rewards(config: config_lib.RunConfig) -> None:

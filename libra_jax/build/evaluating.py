@@ -50,8 +50,8 @@ class EvaluationRequest:
     Attributes:
       workdir: folder of a run.
       step: training step of the run's checkpoint; None is the newest, or the export if there is no checkpoint.
-      model: Hugging Face directory or id, in place of a run's folder.
-      tasks: file or dataset of tasks, in place of the held-out tasks of the config.
+      model: Hugging Face directory or id, instead of a run's folder.
+      tasks: file or dataset of tasks, instead of the held-out tasks of the config.
       most_tasks: most tasks that are evaluated.
       attempts: attempts at each task.
       k: values of k for pass@k; empty: powers of two up to the attempts.
@@ -89,7 +89,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationReport:
     """The result of an evaluation.
 
     Attributes:
@@ -113,7 +113,7 @@ class Evaluated:
     metrics: dict[str, float]
 
 
-def evaluate(request: EvaluationRequest, explicit_config: config_lib.RunConfig | None) -> Evaluated:
+def evaluate(request: EvaluationRequest, explicit_config: config_lib.RunConfig | None) -> EvaluationReport:
     """Rolls out all attempts with the config's own environments and engines, and estimates.
 
     Args:
@@ -135,7 +135,7 @@ def estimated(
     k: Sequence[int],
     source: str,
     metrics: dict[str, float],
-) -> Evaluated:
+) -> EvaluationReport:
     """Estimates mean reward and pass@k with their intervals. A task with fewer than k scored attempts has no pass@k."""
     rewards = [one.mean for one in tasks if one.rewards]
     pass_at = {}
@@ -143,7 +143,7 @@ def estimated(
         values = [value for one in tasks if (value := one.pass_at(k_value, settings.threshold)) is not None]
         if values:
             pass_at[k_value] = interval(values)
-    return Evaluated(
+    return EvaluationReport(
         source,
         tasks,
         settings.attempts,
@@ -274,7 +274,7 @@ def _checked_k(request: EvaluationRequest, attempts: int) -> tuple[int, ...]:
 
 
 def located(config: config_lib.RunConfig, request: EvaluationRequest) -> config_lib.RunConfig:
-    """Returns the config with the path of --tasks, and with local paths in place of Hugging Face ids."""
+    """Returns the config with the path of --tasks, and with local paths instead of Hugging Face ids."""
     if request.tasks is not None:
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, path=request.tasks))
     resolution = hub.resolved(config, download=True)
@@ -342,7 +342,7 @@ def _tasks_of_file(config: config_lib.RunConfig, request: EvaluationRequest) -> 
 # What is shown --------------------------------------------------------------------------------------------------------
 
 
-def table(result: Evaluated) -> str:
+def table(result: EvaluationReport) -> str:
     """Returns a line for each task, the least solved first, and the estimates with their intervals."""
     tasks = sorted(result.tasks, key=lambda one: one.mean if one.rewards else -1.0)
     rows = [("task", "solved", "mean reward")]
@@ -365,7 +365,7 @@ def table(result: Evaluated) -> str:
     return "\n".join(lines)
 
 
-def to_json(result: Evaluated) -> str:
+def to_json(result: EvaluationReport) -> str:
     """Returns the estimates and every task's rewards as JSON."""
     record = {
         "source": result.source,
@@ -389,7 +389,7 @@ def to_json(result: Evaluated) -> str:
     return json.dumps(record, indent=1) + "\n"
 
 
-def write(result: Evaluated, folder: Path) -> None:
+def write(result: EvaluationReport, folder: Path) -> None:
     """Writes the JSON file and the picture into the output folder.
 
     Raises:
@@ -403,7 +403,7 @@ def write(result: Evaluated, folder: Path) -> None:
         raise protocols.DataError(f"--output: {folder} cannot be written ({error.strerror or error})") from error
 
 
-def write_picture(result: Evaluated, path: Path) -> None:
+def write_picture(result: EvaluationReport, path: Path) -> None:
     """Draws pass@k with its intervals over k, and how many tasks had how many of their attempts solved."""
     title = [result.source, f"{len(result.tasks)} tasks, {result.attempts} attempt{'s' * (result.attempts > 1)} each"]
     with report.picture_axes(path, 4.4, title, rows=(1.4, 1.0)) as (above, below):

@@ -26,7 +26,7 @@ _STRICTER = ("none", "dots", "full", "offload")
 
 
 @dataclass(frozen=True)
-class _Change:
+class _ConfigChange:
     """A change of a configuration.
 
     Attributes:
@@ -45,22 +45,22 @@ class _Change:
 
 
 _CHANGES = (
-    _Change(remat="dots"),
-    _Change(remat="full"),
-    _Change(remat="offload"),
-    _Change(one_row=True),
-    _Change(fsdp=2),
-    _Change(tensor=2),
-    *(_Change(remat="full", fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((2, 1), (1, 2), (4, 1), (2, 2))),
-    _Change(fsdp=4),
-    *(_Change(remat="full", context=context, one_row=True) for context in (2, 4, 8)),
-    *(_Change(remat="full", fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((8, 1), (4, 4), (4, 8), (8, 8))),
+    _ConfigChange(remat="dots"),
+    _ConfigChange(remat="full"),
+    _ConfigChange(remat="offload"),
+    _ConfigChange(one_row=True),
+    _ConfigChange(fsdp=2),
+    _ConfigChange(tensor=2),
+    *(_ConfigChange(remat="full", fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((2, 1), (1, 2), (4, 1), (2, 2))),
+    _ConfigChange(fsdp=4),
+    *(_ConfigChange(remat="full", context=context, one_row=True) for context in (2, 4, 8)),
+    *(_ConfigChange(remat="full", fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((8, 1), (4, 4), (4, 8), (8, 8))),
 )
 """Changes to try, the gentlest first."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class FittedSetting:
     """A changed configuration.
 
     Attributes:
@@ -72,7 +72,7 @@ class Setting:
     flags: str
 
 
-def candidates(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> Iterator[Setting]:
+def candidates(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> Iterator[FittedSetting]:
     """Yields changed configurations that the model can be divided by, the gentlest change first."""
     flag_sets, before = set(), config.trainer
     before = dataclasses.replace(before, rows_per_micro_batch=before.micro_batch_rows)
@@ -100,7 +100,7 @@ def candidates(config: config_lib.RunConfig, shape: model_config.TransformerConf
         # Different changes may come to the same configuration.
         if flags and flags not in flag_sets and rows % shards == 0:
             flag_sets.add(flags)
-            yield Setting(candidate, flags)
+            yield FittedSetting(candidate, flags)
 
 
 def search(
@@ -109,8 +109,8 @@ def search(
     measured: float,
     room: float,
     measure: Callable[[config_lib.RunConfig], float],
-    tell: Callable[[Setting, float], None] = lambda _setting, _needed: None,
-) -> list[tuple[Setting, float]]:
+    tell: Callable[[FittedSetting, float], None] = lambda _setting, _needed: None,
+) -> list[tuple[FittedSetting, float]]:
     """Returns settings that fit, with their bytes on a device.
 
     Args:
@@ -123,7 +123,7 @@ def search(
     """
     # The formula ranks; how far it is off on the given configuration corrects it.
     off = measured / memory.trainer_bytes(config, shape)
-    fits: list[tuple[Setting, float]] = []
+    fits: list[tuple[FittedSetting, float]] = []
     tried = 0
     for setting in candidates(config, shape):
         if len(fits) == WANTED or tried == MOST_TRIED:

@@ -4,7 +4,7 @@ A step on CPUs writes fresh memory all the time. With pages of 4 KiB, page fault
 2 MiB they take little of it. malloc reads its tunables when a program starts. So an actor's process gets the variable
 from its `ActorSpec`, and a command that trains in its own process starts itself again.
 
-On kernels that give huge pages to nobody or to everybody, and without glibc 2.35 or newer, the variable does nothing.
+On kernels that give huge pages to no one or to everybody, and without glibc 2.35 or newer, the variable does nothing.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _fewest(run: settings.SimulatedRun, name: str, count: int) -> int:
     """Returns the fewest accelerators of a kind that hold the trainer's state and rows; 0 if `count` do not."""
     simulation = dataclasses.replace(run.simulation, hardware=name)
     model = simulation.cost_model(run.model.lora)
-    training = meshes.Training(model, [run.rollout.max_context], meshes.Trainer.from_config(run, model.sheet))
+    training = meshes.Training(model, [run.rollout.max_context], meshes.TrainerProperties.from_config(run, model.sheet))
     try:
         return min(mesh.devices for mesh in training.front(count))
     except protocols.ConfigError:  # this kind can still roll out

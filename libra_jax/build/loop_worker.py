@@ -17,7 +17,7 @@ from libra_jax.tools import toolkit
 from libra_jax.utils import machine, run_context
 
 
-def create(config: Mapping[str, Any], workdir: str) -> loop_worker.Worker:
+def create(config: Mapping[str, Any], workdir: str) -> loop_worker.LoopWorkerActor:
     """Makes a loop worker, as the actor's factory. Its `start` makes the agent.
 
     Args:
@@ -32,7 +32,7 @@ def create(config: Mapping[str, Any], workdir: str) -> loop_worker.Worker:
     cluster = inprocess.InProcessCluster(shutdown_seconds=parsed.deadlines.shutdown)
     head = parsed.cluster.address
     address = machine.cluster_address(head) if head else machine.LOOPBACK
-    return loop_worker.Worker(parsed, cluster, Path(workdir), open_agent, address)
+    return loop_worker.LoopWorkerActor(parsed, cluster, Path(workdir), open_agent, address)
 
 
 @contextlib.asynccontextmanager
@@ -54,7 +54,7 @@ async def open_agent(run: run_context.RunContext) -> AsyncIterator[rollouts.Roll
             make_environment=factories.environment_factory(config.task, tools),
             tokenizer=tokenizer,
             reward=reward,
-            host=harness_loop.Host(
+            host=harness_loop.SessionResources(
                 gateway=fronts.Fronts(run, model=config.name),
                 make_form=lambda: chat_formats.make(tokenizer, config.gateway),
                 strict=config.gateway.strict,

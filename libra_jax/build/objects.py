@@ -1,4 +1,4 @@
-"""Objects of a Python program in place of the names that a config takes: environment, reward function, tasks."""
+"""Objects of a Python program instead of the names that a config takes: environment, reward function, tasks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_objects(
     *,
     holdout: float = 0.05,
 ) -> config_lib.RunConfig:
-    """Returns a checked, frozen copy of the config, with names in place of the given objects.
+    """Returns a checked, frozen copy of the config, with names instead of the given objects.
 
     Args:
       config: configuration of the run; not changed.
@@ -59,7 +59,7 @@ def with_objects(
     config_lib.check(
         reward is None or config.reward.environment_weight in (0.0, 1.0),
         "reward.environment_weight",
-        f"{config.reward.environment_weight:g} has no effect beside the argument reward, which scores in place of the "
+        f"{config.reward.environment_weight:g} has no effect beside the argument reward, which scores instead of the "
         "environment; leave it out, and add transcript.environment_reward in the function",
     )
     values = config_lib.to_dict(config)

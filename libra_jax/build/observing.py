@@ -91,7 +91,7 @@ def observed(
     guard = files.always if fencing_token is None else fencing_token.may_write
     with contextlib.ExitStack() as closing:
         if config.telemetry.port:
-            page = endpoint.Endpoint(config.telemetry, run)
+            page = endpoint.MetricsServer(config.telemetry, run)
             closing.callback(page.close)
             run.endpoint = page.url
             print(f"Health page: {page.url}/health, and {page.url}/metrics for Prometheus")

@@ -107,7 +107,7 @@ class PlanRequest:
     accelerators: int | None = None
     trace: str | None = None
     workload: str | None = None
-    lengths: scripts.Wanted = dataclasses.field(default_factory=scripts.Wanted)
+    lengths: scripts.RequestedLengths = dataclasses.field(default_factory=scripts.RequestedLengths)
     overrides: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class Work:
+class SampledWork:
     """A training step's trajectories, from a sample of a workload.
 
     Attributes:
@@ -154,7 +154,7 @@ class Work:
     cut: float = 0.0
 
     @classmethod
-    def of(cls, run: config_lib.RunConfig, source: str, rollouts: Sequence[scripts.Script]) -> Work:
+    def of(cls, run: config_lib.RunConfig, source: str, rollouts: Sequence[scripts.Script]) -> SampledWork:
         """Returns the work of a run's step, from a sample of its rollouts, which end where their context is full."""
         count, longest = run.coordinator.groups_per_step * run.coordinator.group_size, run.rollout.max_context
         fitting = [scripts.cut(script, longest) for script in rollouts]
@@ -167,7 +167,7 @@ class Work:
         """The sample as scripts."""
         return [scripts.Script(*one) for one in zip(self.prompts, self.turns, strict=True)]
 
-    def scaled(self, factor: float) -> Work:
+    def scaled(self, factor: float) -> SampledWork:
         """Returns a copy with `factor` times as many generated tokens."""
         longer = [
             tuple(
@@ -192,7 +192,7 @@ class CaseRecord(TypedDict):
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanInputs:
     """The input of a plan.
 
     Attributes:
@@ -209,11 +209,11 @@ class Case:
     name: str
     model: costs.CostModel
     slots: tuple[int, ...]
-    work: Work
+    work: SampledWork
     devices: int
     length_flags: tuple[str, ...] = ()
 
-    def searched(self) -> search.Search:
+    def searched(self) -> search.PlanSearch:
         """Builds the search over the case's plans, with the seconds of a step that belong to no stage.
 
         Raises:
@@ -230,25 +230,29 @@ class Case:
         return self.predictions.searched(self.levels)
 
     @functools.cached_property
-    def predictions(self) -> forecast.Work:
+    def predictions(self) -> forecast.StepWork:
         """The predictions of the case's plans."""
-        return forecast.Work(self.setting, self.work.prompts, self.work.turns)
+        return forecast.StepWork(self.setting, self.work.prompts, self.work.turns)
 
     @property
-    def levels(self) -> forecast.Levels:
+    def levels(self) -> forecast.CorrectionLevels:
         """Levels of the predictions: the profile's, if there is one."""
         profile = self.setting.profile
-        return forecast.Levels() if profile is None else forecast.Levels(sync=profile.sync, between=profile.between)
+        return (
+            forecast.CorrectionLevels()
+            if profile is None
+            else forecast.CorrectionLevels(sync=profile.sync, between=profile.between)
+        )
 
-    def besides(self, split: search.Split) -> float:
+    def besides(self, split: search.DeviceSplit) -> float:
         """Returns the seconds of a split's step beside training in which the trainer takes part."""
         return self.predictions.besides(split.train.devices, self.levels)
 
     @functools.cached_property
-    def setting(self) -> forecast.Setting:
+    def setting(self) -> forecast.PlanConditions:
         """The setting of the case's plans."""
         try:
-            setting = forecast.Setting.from_config(
+            setting = forecast.PlanConditions.from_config(
                 self.run, self.model, self.devices, slots=self.slots, whole_hosts=True
             )
         except protocols.ConfigError as error:
@@ -287,7 +291,7 @@ class Case:
         }
 
 
-def case(values: Mapping[str, Any], request: PlanRequest) -> Case:
+def case(values: Mapping[str, Any], request: PlanRequest) -> PlanInputs:
     """Builds the case to plan.
 
     Args:
@@ -338,7 +342,7 @@ def case(values: Mapping[str, Any], request: PlanRequest) -> Case:
     return result
 
 
-def _of_simulation(values: Mapping[str, Any], request: PlanRequest) -> Case:
+def _of_simulation(values: Mapping[str, Any], request: PlanRequest) -> PlanInputs:
     """Builds the case of a simulated run, with a sample of its workload."""
     names = (("hardware", request.hardware), ("model", request.model))
     named = {name: text for name, text in names if text is not None}
@@ -377,11 +381,11 @@ def _of_simulation(values: Mapping[str, Any], request: PlanRequest) -> Case:
         run = _limited(run, max(script.context_tokens for script in rollouts), request)
     if (named or request.length_flags) and not SLOTS & request.overrides:
         run, slots = _with_slots(run, model, rollouts)
-    work = Work.of(run, _source(source, request), rollouts)
-    return Case(run, run.simulation.model, model, slots, work, devices, request.length_flags)
+    work = SampledWork.of(run, _source(source, request), rollouts)
+    return PlanInputs(run, run.simulation.model, model, slots, work, devices, request.length_flags)
 
 
-def _of_run(values: Mapping[str, Any], request: PlanRequest) -> Case:
+def _of_run(values: Mapping[str, Any], request: PlanRequest) -> PlanInputs:
     """Builds the case of a real run, with the trajectories of a trace or of the flags."""
     named: dict[str, object] = {}
     if request.model is not None:
@@ -438,7 +442,9 @@ def _of_run(values: Mapping[str, Any], request: PlanRequest) -> Case:
     model = costs.of_hardware(run.planner.hardware, shape, "planner.hardware")
     devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
     name = Path(path).name if path else run.model.preset
-    return Case(run, name, model, (), Work.of(run, _source(source, request), rollouts), devices, request.length_flags)
+    return PlanInputs(
+        run, name, model, (), SampledWork.of(run, _source(source, request), rollouts), devices, request.length_flags
+    )
 
 
 def _source(name: str, request: PlanRequest) -> str:
@@ -479,7 +485,7 @@ def _with_slots(
     return changed, slots
 
 
-def draw(path: Path, best: search.Split, splits: Sequence[search.Split], case: Case) -> None:
+def draw(path: Path, best: search.DeviceSplit, splits: Sequence[search.DeviceSplit], case: PlanInputs) -> None:
     """Draws both stages' times against the number of training devices; a single split gets a bar for each stage."""
     stages = [
         ("training and weight sync", "#54a24b", best.train.seconds, [item.train.seconds for item in splits]),

@@ -193,7 +193,7 @@ def _check_shape(config: config_lib.RunConfig, shape: model_config.TransformerCo
         for tokens in (trainer.row_tokens, *trainer.row_buckets):
             feasibility.choose_attention(
                 config.model.attention,
-                feasibility.Target(platform),
+                feasibility.CompileTarget(platform),
                 tokens,
                 shape.head_dim,
                 config.model.compute_dtype,

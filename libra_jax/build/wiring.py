@@ -53,7 +53,7 @@ def scheduler(config: config_lib.RunConfig) -> protocols.Scheduler:
         config.scheduler,
         costs=scheduling_costs.LinearCosts(
             config.scheduler.costs,
-            speeds={name: scheduling_costs.Speed(*speed) for name, speed in speeds.items()},
+            speeds={name: scheduling_costs.AcceleratorSpeed(*speed) for name, speed in speeds.items()},
         ),
         seed=config.seed,
         kinds=config.rollout.kinds,
@@ -86,7 +86,7 @@ def global_planner(run: resolved_run.ResolvedRun) -> planner.GlobalPlanner | Non
     mesh = config.trainer.data, config.trainer.fsdp, config.trainer.tensor
     model = costs.of_hardware(config.planner.hardware, run.policy, "planner.hardware")
     resize = config.elastic.resize
-    setting = forecast.Setting.from_config(
+    setting = forecast.PlanConditions.from_config(
         config,
         model,
         config.trainer.devices + sum(plans.core_degrees(config)),
@@ -158,7 +158,7 @@ def _parts(
     tools: toolkit.Toolkit,
     demonstrator: protocols.Demonstrator | None,
 ) -> _Parts:
-    config, engines = run.config, placement.Engines(run, workdir)
+    config, engines = run.config, placement.EngineSpecs(run, workdir)
     on_ray = config.cluster.backend == "ray"
     specs = parts_lib.WorkerSpecs(
         trainer=worker_specs.trainer_spec(run, workdir),
@@ -221,7 +221,7 @@ async def _surroundings(
     watcher: status.RunStatus | None = None,
     damaged: Sequence[str] = (),
     records: protocols.Records | None = None,
-) -> AsyncIterator[tuple[parts_lib.RunContext, rollouts.Agent]]:
+) -> AsyncIterator[tuple[parts_lib.CoordinatorContext, rollouts.Agent]]:
     """Opens the recorder, the cluster and the reward. Yields the run's context, and the agent with its reward.
 
     `damaged` has sentences about what is damaged or missing among the workdir's records, and `records` those that the
@@ -252,10 +252,10 @@ async def _surroundings(
         composed = composition.open_scorer(reward_config, actors, note=recorder.note, start_seconds=limits.reward_start)
         reward = await rewards.enter_async_context(composed)
         texts = samples.Samples(config.telemetry.samples, config.seed, agent.tokenizer)
-        context = parts_lib.RunContext(
+        context = parts_lib.CoordinatorContext(
             config, actors, recorder, workdir, fencing=fencing_token, samples=texts, export=workdir / "model"
         )
-        host = harness_loop.Host(
+        host = harness_loop.SessionResources(
             # Its processes start with the first session, so a run without harnesses has none.
             gateway=fronts.Fronts(context, model=config.name),
             make_form=lambda: chat_formats.make(agent.tokenizer, config.gateway),

@@ -129,7 +129,7 @@ def _has_ended(workdir: Path) -> bool:
     return False
 
 
-def newest(path: Path) -> checkpoint_store.Found:
+def newest(path: Path) -> checkpoint_store.NewestCheckpoint:
     """Returns the newest checkpoint that verifies. Raises DataError as `checkpoint_store.find` and `checked`."""
     checkpoint = checkpoint_store.find(path)
     if checkpoint.stored:
@@ -166,7 +166,7 @@ def foreseen(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stored:
+class _StoredConfig:
     """A workdir's earlier config beside the present one.
 
     Attributes:
@@ -177,7 +177,7 @@ class _Stored:
 
     config: changes.Settings
     differing: Sequence[changes.Change]
-    checkpoint: checkpoint_store.Found
+    checkpoint: checkpoint_store.NewestCheckpoint
 
 
 def _check_allowed(path: Path, allow_changes: Sequence[str]) -> None:
@@ -194,7 +194,7 @@ def _resolved(config: config_lib.RunConfig) -> changes.Settings:
     return resolved
 
 
-def _compared(path: Path, resolved: changes.Settings, allow_changes: Sequence[str]) -> _Stored:
+def _compared(path: Path, resolved: changes.Settings, allow_changes: Sequence[str]) -> _StoredConfig:
     """Compares the workdir's config with the present one. Refuses one with which the run in there cannot go on."""
     stored = _stored(path / "config.json")
     differing = changes.find(escapes.redacted(stored), resolved)
@@ -217,7 +217,7 @@ def _compared(path: Path, resolved: changes.Settings, allow_changes: Sequence[st
             f"config.steps: {resolved['steps']} is fewer than the {step} steps that the run in {path} has taken; "
             "give more to go on, or use another --workdir"
         )
-    return _Stored(stored, differing, checkpoint)
+    return _StoredConfig(stored, differing, checkpoint)
 
 
 def _open(path: Path, config: config_lib.RunConfig, take_over: bool, allow_changes: Sequence[str]) -> Path:

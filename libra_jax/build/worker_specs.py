@@ -93,7 +93,7 @@ def training_side_specs(run: resolved_run.ResolvedRun, workdir: Path) -> list[pr
     if not count:
         return []
     needed, specs = trainer.replica_devices, []
-    # The hybrid instances are the last ones (`placement.Engines`).
+    # The hybrid instances are the last ones (`placement.EngineSpecs`).
     instances = list(enumerate(run.partition.instances))
     for place, (number, devices) in enumerate(instances[-count:]):
         host, local = run.place(devices)

@@ -15,7 +15,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ServerEndpoint:
     """A server and the key that it asks for.
 
     Attributes:
@@ -35,7 +35,7 @@ class Endpoint:
 
 def create(
     base_url: str, *, api_key_env: str, seconds: float, retries: int, field_name: str, owner_prefix: str = ""
-) -> Endpoint:
+) -> ServerEndpoint:
     """Returns an endpoint. Nothing is asked of it yet.
 
     Args:
@@ -70,4 +70,4 @@ def create(
         check(bool(key), f"api_key_env names {api_key_env}, which is not set where it is needed")
     # The package refuses an empty key, also for an endpoint that needs none.
     client = openai.AsyncOpenAI(base_url=base_url, api_key=key or "none", timeout=seconds, max_retries=retries)
-    return Endpoint(client, key)
+    return ServerEndpoint(client, key)

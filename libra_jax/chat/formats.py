@@ -20,7 +20,7 @@ from libra_jax.chat import thoughts
 
 
 @dataclass(frozen=True)
-class Call:
+class WrittenCall:
     """A call as the policy wrote it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Tag:
     """A closing mark, and `read`. `read` parses a call's text, and tells whether the closing mark may be part of it."""
 
     close: str
-    read: Callable[[str], tuple[Call, bool]] | None
+    read: Callable[[str], tuple[WrittenCall, bool]] | None
 
 
 _THOUGHTS = {mark: Tag(close, None) for mark, close in thoughts.MARKS.items()}
@@ -65,11 +65,11 @@ class Scanner:
         self._tag: Tag | None = None
         self._body: list[str] = []
         # Positions where the call might have ended, and the call that each would give.
-        self._doubts: list[tuple[int, Call]] = []
+        self._doubts: list[tuple[int, WrittenCall]] = []
 
-    def feed(self, text: str) -> list[Call]:
+    def feed(self, text: str) -> list[WrittenCall]:
         """Returns the calls that the next piece of the output completes."""
-        calls: list[Call] = []
+        calls: list[WrittenCall] = []
         # Positions move and the text stays: a copy of the rest at each mark would cost a long output its square.
         ahead, place = self._ahead + text, 0
         while True:
@@ -103,20 +103,20 @@ class Scanner:
                 calls += [] if call is None else [call]
                 self._tag = None
 
-    def _back(self) -> Call:
+    def _back(self) -> WrittenCall:
         """Ends the call at the first closing mark that was taken for a part of it. Later text is scanned again."""
         self._tag = None
         return self._doubts[0][1]
 
-    def finish(self) -> list[Call]:
+    def finish(self) -> list[WrittenCall]:
         """Returns the calls that the end of the output leaves, such as a call that was not closed."""
-        calls: list[Call] = []
+        calls: list[WrittenCall] = []
         while self._tag is not None and self._doubts:
             text = "".join(self._body) + self._ahead
             self._ahead = text[self._doubts[0][0] + len(self._tag.close) :]
             calls += [self._back(), *self.feed("")]
         if self._tag is not None and self._tag.read is not None:
-            calls.append(Call(None, None, f"the call was not closed with {self._tag.close}"))
+            calls.append(WrittenCall(None, None, f"the call was not closed with {self._tag.close}"))
         return calls
 
 
@@ -145,19 +145,19 @@ def write_json(value: Any) -> str:
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _hermes_call(body: str) -> tuple[Call, bool]:
+def _hermes_call(body: str) -> tuple[WrittenCall, bool]:
     """Returns the call between two marks, and whether it may go on behind the closing mark."""
     try:
         value = read_json(body)
     except json.JSONDecodeError as error:
-        call = Call(None, None, f"the call is no JSON ({error.msg}, character {error.pos})")
+        call = WrittenCall(None, None, f"the call is no JSON ({error.msg}, character {error.pos})")
         # An unterminated string: the closing mark may lie inside it, and the call may go on.
         return call, error.msg.startswith("Unterminated string")
     except (ValueError, RecursionError) as error:
-        return Call(None, None, f"the call is no JSON ({error})"), False
+        return WrittenCall(None, None, f"the call is no JSON ({error})"), False
     if not isinstance(value, dict) or "name" not in value or ("arguments" not in value and len(value) > 1):
-        return Call(None, None, 'the call must be a JSON object with "name" and "arguments"'), False
-    return Call(value["name"], value.get("arguments", {})), False
+        return WrittenCall(None, None, 'the call must be a JSON object with "name" and "arguments"'), False
+    return WrittenCall(value["name"], value.get("arguments", {})), False
 
 
 class Hermes:
@@ -202,7 +202,7 @@ class _Parameters:
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         parameters = schema["function"]["parameters"]
-        # JSON schema allows True and False in place of a schema. They say nothing about the type.
+        # JSON schema allows True and False instead of a schema. They say nothing about the type.
         self.schemas: dict[str, Mapping[str, Any]] = {
             name: inner if isinstance(inner, Mapping) else {}
             for name, inner in parameters.get("properties", {}).items()
@@ -250,7 +250,7 @@ def _children(body: str, parameters: _Parameters) -> dict[str, Any] | None:
     return values or None
 
 
-def _tag_call(name: str, parameters: _Parameters, body: str) -> tuple[Call, bool]:
+def _tag_call(name: str, parameters: _Parameters, body: str) -> tuple[WrittenCall, bool]:
     """Returns the call of a tool between two tags. It never goes on behind the closing tag."""
     arguments: object = _children(body, parameters)
     if arguments is None and parameters.text:
@@ -261,8 +261,8 @@ def _tag_call(name: str, parameters: _Parameters, body: str) -> tuple[Call, bool
         except (ValueError, RecursionError):
             tags = "".join(f"<{key}>...</{key}>" for key in parameters.required or parameters.schemas)
             problem = f"between <{name}> and </{name}> must be {tags or 'nothing'}, or a JSON object"
-            return Call(name, None, problem), False
-    return Call(name, arguments), False
+            return WrittenCall(name, None, problem), False
+    return WrittenCall(name, arguments), False
 
 
 class Tags:

@@ -31,7 +31,7 @@ TOKENS = 64
 """Tokens at the end of a context that hold an opening mark and white space after it."""
 
 
-class Parts(NamedTuple):
+class OutputParts(NamedTuple):
     """The two parts of an output, without marks.
 
     Attributes:
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
     answer: str
 
 
-def split(output: str) -> Parts:
+def split(output: str) -> OutputParts:
     """Splits an output into thought and answer.
 
     A thought goes up to its first closing mark, and to the end of the output without one. An opening mark inside a
@@ -53,7 +53,7 @@ def split(output: str) -> Parts:
     pieces = list(_pieces(output))
     answers = max((number for number, piece in enumerate(pieces, 1) if piece.stray), default=0)
     thought = "".join(piece.text for number, piece in enumerate(pieces) if piece.thought or number < answers)
-    return Parts(thought, "".join(piece.text for piece in pieces[answers:] if not piece.thought))
+    return OutputParts(thought, "".join(piece.text for piece in pieces[answers:] if not piece.thought))
 
 
 def outside(text: str) -> str:

@@ -18,7 +18,7 @@ def create(
     *,
     start_seconds: float = 60.0,
     shutdown_seconds: float = 60.0,
-    layout: hosts.Layout | None = None,
+    layout: hosts.HostLayout | None = None,
     platform: str = "cpu",
     on_hosts: Callable[[granted.Granted], None] | None = None,
 ) -> Cluster:
@@ -44,7 +44,7 @@ def create(
     placement = None
     if layout is not None:
         resource = RESOURCES.get(platform, "CPU")
-        placement = ray_placement.Placement(layout, resource=resource, seconds=start_seconds, on_hosts=on_hosts)
+        placement = ray_placement.RayPlacement(layout, resource=resource, seconds=start_seconds, on_hosts=on_hosts)
     return ray_cluster.RayCluster(
         config.address, start_seconds=start_seconds, shutdown_seconds=shutdown_seconds, placement=placement
     )

@@ -21,11 +21,11 @@ ROLE_LABEL = "libra-role"
 cluster has two kinds of machines."""
 
 SOURCES = "libra_jax"
-"""Entry of `Node.versions` that every host must have; not all hosts need the other packages."""
+"""Entry of `GrantedNode.versions` that every host must have; not all hosts need the other packages."""
 
 
 @dataclass(frozen=True)
-class Node:
+class GrantedNode:
     """A node of the cluster.
 
     Attributes:
@@ -56,8 +56,8 @@ class Granted:
       resource: Ray's name for the accelerators: "GPU" or "TPU"; "CPU" if cores stand for them.
     """
 
-    layout: hosts.Layout
-    nodes: tuple[Node, ...]
+    layout: hosts.HostLayout
+    nodes: tuple[GrantedNode, ...]
     resource: str
 
     def sentence(self) -> str:
@@ -103,7 +103,7 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def by_name(shapes: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> tuple[int, ...]:
+def by_name(shapes: Sequence[Mapping[str, float]], nodes: Sequence[GrantedNode]) -> tuple[int, ...]:
     """Assigns a bundle to each host: among bundles of one shape, lower host numbers get nodes that sort first by name.
 
     If nodes have role labels, this holds among the nodes of one label. Neighbours in name are neighbours in most
@@ -122,7 +122,7 @@ def by_name(shapes: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> tup
     return tuple(bundles[number] for number in range(len(shapes)))
 
 
-def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
+def why_not(layout: hosts.HostLayout, resource: str, nodes: Sequence[GrantedNode]) -> str:
     """Explains why the nodes can never hold the run, even if idle; empty if they can.
 
     Args:
@@ -148,7 +148,7 @@ def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
     return ""
 
 
-def short(layout: hosts.Layout, resource: str, free: Mapping[str, float]) -> str:
+def short(layout: hosts.HostLayout, resource: str, free: Mapping[str, float]) -> str:
     """Compares the run's total with what other programs leave free: of accelerators, or of CPUs if only they lack."""
     total = sum(host.accelerators for host in layout.hosts)
     # Bundles take one CPU for each accelerator, so CPUs may be what lacks.
@@ -156,7 +156,7 @@ def short(layout: hosts.Layout, resource: str, free: Mapping[str, float]) -> str
     return f"it takes {total} {kind}s, and other programs leave {free.get(kind, 0):g}"
 
 
-def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose: str = "") -> str:
+def refusal(needs: Sequence[int], resource: str, nodes: Sequence[GrantedNode], purpose: str = "") -> str:
     """Explains why the nodes cannot hold hosts of these sizes; empty if they can.
 
     Args:
@@ -181,7 +181,7 @@ def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose:
     return f"{where}: {demand}, {sum(needs)} in all, and of the Ray cluster's {len(have)}, {counts}; {mend}"
 
 
-def differences(here: Mapping[str, str], nodes: Sequence[Node]) -> str:
+def differences(here: Mapping[str, str], nodes: Sequence[GrantedNode]) -> str:
     """Lists in one sentence the packages in which the hosts differ from this one; empty if none differs.
 
     Except for `SOURCES`, a missing package is no difference: its user reports it, because not every host needs every
@@ -204,7 +204,7 @@ def differences(here: Mapping[str, str], nodes: Sequence[Node]) -> str:
     )
 
 
-def accelerator_ids(node: Node, local: str) -> str:
+def accelerator_ids(node: GrantedNode, local: str) -> str:
     """Translates a layout's accelerator numbers ("0,1") into the host's ids for its programs.
 
     Raises:

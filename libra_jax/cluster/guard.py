@@ -28,7 +28,7 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
 }
 """`RAY_SETTINGS` as environment variables, for other starters of Ray. They apply to one host."""
 
-# Python's resource trackers ignore SIGTERM and are spared SIGKILL: they end by themselves when nobody uses them, and
+# Python's resource trackers ignore SIGTERM and are spared SIGKILL: they end by themselves when no one uses them, and
 # unlink the shared memory that the others left. For their sake, a group is killed process by process, and twice,
 # because a process may start another just before it is killed. Removal is retried, because a dying process may write
 # one more file.

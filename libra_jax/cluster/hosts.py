@@ -21,7 +21,7 @@ Role = Literal["training", "rollout"]
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """The place of a worker.
 
     Attributes:
@@ -53,7 +53,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Layout:
+class HostLayout:
     """The layout of a run over its hosts.
 
     Attributes:
@@ -63,14 +63,14 @@ class Layout:
     """
 
     hosts: tuple[Host, ...]
-    processes: tuple[Place, ...]
-    instances: tuple[Place, ...]
+    processes: tuple[WorkerPlace, ...]
+    instances: tuple[WorkerPlace, ...]
 
     def of_role(self, role: Role) -> tuple[Host, ...]:
         """Returns the hosts that train, or the hosts that roll out."""
         return tuple(host for host in self.hosts if host.role == role)
 
-    def place(self, devices: Sequence[int]) -> Place:
+    def place(self, devices: Sequence[int]) -> WorkerPlace:
         """Returns the place of a worker on these accelerators of the run.
 
         Raises:
@@ -80,7 +80,7 @@ class Layout:
         if len({host for host, _ in locations}) != 1:
             named = ", ".join(map(str, devices))
             raise LibraError(f"accelerators {named} of the run are not on one host, as a worker's have to be")
-        return Place(locations[0][0], tuple(local for _, local in locations))
+        return WorkerPlace(locations[0][0], tuple(local for _, local in locations))
 
     def on_one_host(self, free: Sequence[int], degree: int) -> list[int]:
         """Returns those of the free accelerators on the last host that has `degree` of them; empty if no host has."""
@@ -97,7 +97,7 @@ class Layout:
         return tuple((place.host, local) for place in places for local in place.devices)
 
 
-def layout(config: config_lib.RunConfig) -> Layout | None:
+def layout(config: config_lib.RunConfig) -> HostLayout | None:
     """Lays a run's workers out over hosts of `cluster.accelerators_per_host` each; None if the run has one host.
 
     A trainer process or an instance never spans hosts, so tensor-parallel groups never cross a link between hosts.
@@ -124,10 +124,10 @@ def layout(config: config_lib.RunConfig) -> Layout | None:
         )
         for number in range(count)
     ]
-    return Layout(tuple(hosts), processes, instances)
+    return HostLayout(tuple(hosts), processes, instances)
 
 
-def _training(trainer: config_lib.TrainerConfig, per_host: int) -> tuple[Place, ...]:
+def _training(trainer: config_lib.TrainerConfig, per_host: int) -> tuple[WorkerPlace, ...]:
     devices = trainer.devices // trainer.processes
     if devices > per_host:
         raise ConfigError(
@@ -146,14 +146,14 @@ def _training(trainer: config_lib.TrainerConfig, per_host: int) -> tuple[Place, 
     # Neighbours in the mesh share a host, so that the mesh is contiguous over the hosts' links.
     firsts = [process % together * devices for process in range(trainer.processes)]
     return tuple(
-        Place(process // together, tuple(range(first, first + devices))) for process, first in enumerate(firsts)
+        WorkerPlace(process // together, tuple(range(first, first + devices))) for process, first in enumerate(firsts)
     )
 
 
-def _rollout(degrees: Sequence[int], per_host: int, first: int) -> tuple[Place, ...]:
+def _rollout(degrees: Sequence[int], per_host: int, first: int) -> tuple[WorkerPlace, ...]:
     # Accelerators in use by host. The largest instance first, because it is the one that may find no room later.
     used_by_host: list[int] = []
-    places: dict[int, Place] = {}
+    places: dict[int, WorkerPlace] = {}
     for number in sorted(range(len(degrees)), key=lambda number: -degrees[number]):
         degree = degrees[number]
         if degree > per_host:
@@ -165,6 +165,6 @@ def _rollout(degrees: Sequence[int], per_host: int, first: int) -> tuple[Place, 
         # If no host has room, the instance opens a new host.
         if host == len(used_by_host):
             used_by_host.append(0)
-        places[number] = Place(first + host, tuple(range(used_by_host[host], used_by_host[host] + degree)))
+        places[number] = WorkerPlace(first + host, tuple(range(used_by_host[host], used_by_host[host] + degree)))
         used_by_host[host] += degree
     return tuple(places[number] for number in range(len(degrees)))

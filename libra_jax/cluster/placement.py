@@ -37,7 +37,7 @@ def instance_name(number: int) -> str:
     return f"rollout-{number}"
 
 
-class Engines:
+class EngineSpecs:
     """Makes the specs of a run's rollout engines.
 
     Args:

@@ -21,7 +21,7 @@ from libra_jax.cluster import actors
 
 
 @dataclass(frozen=True)
-class Sent:
+class StoredBatch:
     """A `protocols.TrainBatch` whose groups lie in the object store, on its way to an actor."""
 
     policy_version: int
@@ -77,15 +77,16 @@ class _Entry:
 
 
 @dataclass(eq=False)
-class Batches:
+class StoredBatches:
     """The driver's batches in the store. A batch or part leaves it after the last call that takes it."""
 
     _entries: dict[int, _Entry] = field(default_factory=dict)
 
     @contextlib.asynccontextmanager
     async def replacing(self, args: Sequence[Any]) -> AsyncIterator[tuple[Any, ...]]:
-        """Yields the arguments of a call with a `Sent` for each batch, a `SentPart` for each part. The caller sets a
-        deadline.
+        """Yields the arguments of a call with a `StoredBatch` for each batch and a `SentPart` for each part.
+
+        The caller sets a deadline.
 
         Raises:
           LibraError: the store has no room for a batch, in memory or on disk.
@@ -120,13 +121,13 @@ class Batches:
         return await asyncio.shield(one.sent)
 
 
-async def _groups(batch: protocols.TrainBatch) -> Sent:
+async def _groups(batch: protocols.TrainBatch) -> StoredBatch:
     references = []
     for group in batch.groups:
         with _room():
             references.append(ray.put(group))
         await asyncio.sleep(0)
-    return Sent(batch.policy_version, batch.begun, references)
+    return StoredBatch(batch.policy_version, batch.begun, references)
 
 
 async def _object(what: Any) -> Any:
@@ -147,7 +148,7 @@ def _room() -> Iterator[None]:
 
 
 async def received(args: Sequence[Any]) -> list[Any]:
-    """Returns the arguments of a call with the batch in place of each `Sent` and `SentPart`. Call in the actor's
+    """Returns the arguments of a call with the batch instead of each `StoredBatch` and `SentPart`. Call in the actor's
     process.
     """
-    return [await arg.received() if isinstance(arg, Sent | SentPart) else arg for arg in args]
+    return [await arg.received() if isinstance(arg, StoredBatch | SentPart) else arg for arg in args]

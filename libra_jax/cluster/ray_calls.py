@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 
 @dataclass
-class _Reader:
+class _StreamReader:
     """The caller's end of a stream.
 
     Attributes:
@@ -28,7 +28,7 @@ class _Reader:
       end_received: True once the end is in `outcomes`, so that the actor's end needs no call to close.
     """
 
-    outcomes: asyncio.Queue[ray_host.Outcome | WorkerLost | None] = field(default_factory=asyncio.Queue)
+    outcomes: asyncio.Queue[ray_host.CallOutcome | WorkerLost | None] = field(default_factory=asyncio.Queue)
     end_received: bool = False
 
 
@@ -42,7 +42,7 @@ class Caller:
     """
 
     def __init__(
-        self, name: str, handle: Any, *, caller: str, birth: ray_host.Birth, batches: ray_batches.Batches
+        self, name: str, handle: Any, *, caller: str, birth: ray_host.Birth, batches: ray_batches.StoredBatches
     ) -> None:
         self.name = name
         self.handle = handle
@@ -50,7 +50,7 @@ class Caller:
         self._caller = caller
         self._batches = batches
         self._streams = 0
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _StreamReader] = {}
         self._receiving: asyncio.Task[None] | None = None
 
     @property
@@ -88,7 +88,7 @@ class Caller:
             raise
         except ray.exceptions.RayError as error:
             raise self.lost(error) from error
-        return outcome.unwrap() if isinstance(outcome, ray_host.Outcome) else outcome
+        return outcome.unwrap() if isinstance(outcome, ray_host.CallOutcome) else outcome
 
     async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Yields the items of a stream method. Closing the generator closes the actor's generator.
@@ -99,7 +99,7 @@ class Caller:
         """
         if self.gone:
             raise self.lost()
-        number, reader = self._streams, _Reader()
+        number, reader = self._streams, _StreamReader()
         self._streams += 1
         self._readers[number] = reader
         if self._receiving is None:
@@ -180,6 +180,6 @@ class Address:
             # News go to one reader each, so two handles of one process need two names.
             caller=f"{ray.get_runtime_context().get_actor_id()}/{next(_numbers)}",
             birth=self.birth,
-            batches=ray_batches.Batches(),
+            batches=ray_batches.StoredBatches(),
         )
         return actors.Handle(self.name, self.methods, caller.call, caller.stream, self)

@@ -33,7 +33,7 @@ _Host = ray.remote(ray_host.RayHost)
 class _Actor(ray_calls.Caller):
     """The driver's end of one actor process."""
 
-    def __init__(self, spec: ActorSpec, where: Mapping[str, Any], batches: ray_batches.Batches) -> None:
+    def __init__(self, spec: ActorSpec, where: Mapping[str, Any], batches: ray_batches.StoredBatches) -> None:
         """Starts the actor's process.
 
         Args:
@@ -55,7 +55,7 @@ class _Actor(ray_calls.Caller):
         handle: Any = _Host.options(**options).remote(spec, [os.path.abspath(path) for path in sys.path])
         super().__init__(spec.name, handle, caller=DRIVER, birth=ray_host.Birth(), batches=batches)
         self.death: asyncio.Future[Any] = asyncio.ensure_future(self.handle.until_death.remote())
-        # Retrieved here, so that asyncio does not report the error of a call that nobody awaits.
+        # Retrieved here, so that asyncio does not report the error of a call that no one awaits.
         self.death.add_done_callback(lambda death: death.cancelled() or death.exception())
         self.stopping = False
 
@@ -98,7 +98,7 @@ class RayCluster:
         start_seconds: float = 60.0,
         shutdown_seconds: float = 60.0,
         object_store_mib: int = 256,
-        placement: ray_placement.Placement | None = None,
+        placement: ray_placement.RayPlacement | None = None,
     ) -> None:
         """Prepares the cluster; Ray itself starts later.
 
@@ -117,14 +117,14 @@ class RayCluster:
             address, object_store_mib=object_store_mib, start_seconds=start_seconds, hosts=placement is not None
         )
         self._actors: dict[str, _Actor] = {}
-        self._batches = ray_batches.Batches()
+        self._batches = ray_batches.StoredBatches()
 
     async def spawn(self, spec: ActorSpec) -> actors.Handle:
         """Starts the actor and returns its handle.
 
         Raises:
           ConfigError: the factory does not exist on the actor's host; no cluster answers at the address; the cluster
-            does not match the run (`ray_placement.Placement.place`); or this machine lacks the GPUs.
+            does not match the run (`ray_placement.RayPlacement.place`); or this machine lacks the GPUs.
           DeadlineMissed: Ray did not place the actor in time: its resources are taken or missing, or its host is gone.
           LibraError: the factory failed, or the name is taken.
           WorkerLost: the process died while it made the actor.

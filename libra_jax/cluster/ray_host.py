@@ -40,7 +40,7 @@ class RemoteTraceback(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """The outcome of a call in another process: a value, or a LibraError with its traceback as text.
 
     A value, because Ray would wrap a raised error into its own error, whose message holds the whole traceback.
@@ -51,7 +51,7 @@ class Outcome:
     trace: str = ""
 
     @classmethod
-    async def of(cls, work: Awaitable[Any]) -> Outcome:
+    async def of(cls, work: Awaitable[Any]) -> CallOutcome:
         """Awaits the work. Errors other than LibraError pass."""
         try:
             return cls(await work)
@@ -59,7 +59,7 @@ class Outcome:
             return cls.of_failure(error)
 
     @classmethod
-    def of_failure(cls, error: LibraError) -> Outcome:
+    def of_failure(cls, error: LibraError) -> CallOutcome:
         """Wraps a LibraError, which the driver raises again."""
         return cls(error=portable(error), trace="".join(traceback.format_exception(error)))
 
@@ -70,7 +70,7 @@ class Outcome:
         return self.value
 
 
-News = Mapping[int, list[Outcome | None]]
+News = Mapping[int, list[CallOutcome | None]]
 """New batches of items by stream number, in order; None after the end of a stream."""
 
 
@@ -90,7 +90,7 @@ class Birth:
 
 
 @dataclass
-class _Stream:
+class _ServedStream:
     """A stream in the actor's process."""
 
     unread: int = 0
@@ -108,8 +108,8 @@ class _Reader:
       has_news: set while there are any.
     """
 
-    streams: dict[int, _Stream] = field(default_factory=dict)
-    news: collections.defaultdict[int, list[Outcome | None]] = field(
+    streams: dict[int, _ServedStream] = field(default_factory=dict)
+    news: collections.defaultdict[int, list[CallOutcome | None]] = field(
         default_factory=lambda: collections.defaultdict(list)
     )
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -149,21 +149,21 @@ class RayHost:
         """Never returns. The caller learns of this process's end by Ray's error for this call."""
         await asyncio.Event().wait()
 
-    async def make(self) -> Outcome:
+    async def make(self) -> CallOutcome:
         """Makes the actor; the value is its methods (`actors.ActorHost.make`)."""
-        return await Outcome.of(self._host.make())
+        return await CallOutcome.of(self._host.make())
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallOutcome:
         """Runs a sync or async method; the value is its result."""
 
         async def work() -> Any:
             return await self._host.call(method, *await ray_batches.received(args), **kwargs)
 
-        return await Outcome.of(work())
+        return await CallOutcome.of(work())
 
-    async def stop(self, seconds: float) -> Outcome:
+    async def stop(self, seconds: float) -> CallOutcome:
         """Stops the actor within `seconds`; the process lives until Ray kills it."""
-        return await Outcome.of(self._host.stop(seconds))
+        return await CallOutcome.of(self._host.stop(seconds))
 
     async def open_stream(
         self, caller: str, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -175,7 +175,7 @@ class RayHost:
           number: number that the caller gives the stream.
         """
         reader = self._readers[caller]
-        stream = reader.streams[number] = _Stream()
+        stream = reader.streams[number] = _ServedStream()
         relay = self._relay(reader, stream, number, method, args, kwargs)
         stream.relay = asyncio.get_running_loop().create_task(relay)
 
@@ -206,7 +206,7 @@ class RayHost:
         """Closes all streams of a process that has ended. `caller`: its name, which its handles' names begin with."""
         readers = [self._readers.pop(name) for name in list(self._readers) if name.partition("/")[0] == caller]
         relays = [stream.relay for reader in readers for stream in reader.streams.values() if stream.relay is not None]
-        # Its last calls for news, which nobody awaits, end too.
+        # Its last calls for news, which no one awaits, end too.
         for reader in readers:
             reader.has_news.set()
         await deadlines.cancel_all(relays)
@@ -214,13 +214,13 @@ class RayHost:
     async def _relay(
         self,
         reader: _Reader,
-        stream: _Stream,
+        stream: _ServedStream,
         number: int,
         method: str,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        def tell(outcome: Outcome | None) -> None:
+        def tell(outcome: CallOutcome | None) -> None:
             reader.news[number].append(outcome)
             reader.has_news.set()
 
@@ -228,7 +228,7 @@ class RayHost:
             pump = self._host.open(method, args, kwargs)
             try:
                 while items := await self._host.take(pump, method):
-                    tell(Outcome(items))
+                    tell(CallOutcome(items))
                     stream.unread += 1
                     while stream.unread >= UNREAD:
                         stream.room.clear()
@@ -236,7 +236,7 @@ class RayHost:
             finally:
                 await pump.close()
         except LibraError as error:
-            tell(Outcome.of_failure(error))
+            tell(CallOutcome.of_failure(error))
         finally:
             del reader.streams[number]
             tell(None)

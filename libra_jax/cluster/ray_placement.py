@@ -45,7 +45,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 OnHosts = Callable[[granted.Granted], None]
 
 
-class Placement:
+class RayPlacement:
     """Places a run's actors. Made inside the event loop that it serves.
 
     Args:
@@ -55,7 +55,9 @@ class Placement:
       on_hosts: called with the granted hosts, and again whenever a host is replaced.
     """
 
-    def __init__(self, layout: hosts.Layout, *, resource: str, seconds: float, on_hosts: OnHosts | None = None) -> None:
+    def __init__(
+        self, layout: hosts.HostLayout, *, resource: str, seconds: float, on_hosts: OnHosts | None = None
+    ) -> None:
         self._layout = layout
         self._resource = resource
         self._seconds = seconds
@@ -143,7 +145,9 @@ class Placement:
         alive = {node.node_id: node for node in await self._nodes()}
         node_ids = [table["bundles_to_node_id"][bundle] for bundle in range(len(shapes))]
         # A node that has died meanwhile gets a placeholder; it will not answer below.
-        self._bundles = granted.by_name(shapes, [alive.get(node, granted.Node(node, "", "")) for node in node_ids])
+        self._bundles = granted.by_name(
+            shapes, [alive.get(node, granted.GrantedNode(node, "", "")) for node in node_ids]
+        )
         nodes = await asyncio.gather(*(self._ask(host.number) for host in self._layout.hosts))
         if problem := granted.differences(await self._here(), nodes):
             raise ConfigError(f"config.cluster.address: {problem}")
@@ -175,7 +179,7 @@ class Placement:
         finally:
             ready.cancel()
 
-    async def _ask(self, host: int) -> granted.Node:
+    async def _ask(self, host: int) -> granted.GrantedNode:
         """Asks the host for its description. If the host is gone, the new node of its bundle answers.
 
         All of the host's accelerators are free for this call: actors get theirs through the bundle, not from Ray.
@@ -234,11 +238,11 @@ class Placement:
         description = await self._thread.submit("versions", lambda: _describer()((), self._resource))
         return dict(description["versions"])
 
-    async def _nodes(self) -> list[granted.Node]:
+    async def _nodes(self) -> list[granted.GrantedNode]:
         """Returns the cluster's nodes that are alive."""
         alive = [node for node in await self._thread.submit("nodes", ray.nodes) if node["Alive"]]
         return [
-            granted.Node(
+            granted.GrantedNode(
                 node["NodeID"],
                 node["NodeName"] or node["NodeManagerAddress"],
                 node["NodeManagerAddress"],

@@ -16,7 +16,7 @@ from libra_jax.utils import checksums
 
 
 @dataclass(frozen=True)
-class Partition:
+class DevicePartition:
     """The devices that train and the devices that roll out. On CPU, all workers share the machine's cores.
 
     Attributes:
@@ -52,19 +52,19 @@ class ResolvedRun:
         return self.shape
 
     @functools.cached_property
-    def layout(self) -> hosts.Layout | None:
+    def layout(self) -> hosts.HostLayout | None:
         """The layout over hosts; None: the run has one host."""
         return hosts.layout(self.config)
 
     @functools.cached_property
-    def partition(self) -> Partition:
+    def partition(self) -> DevicePartition:
         """The devices of the trainer, which come first, and of the instances, in order."""
         edge = self.config.trainer.devices
         instances = []
         for degree in self.config.rollout.tensor_parallel:
             instances.append(tuple(range(edge, edge + degree)))
             edge += degree
-        return Partition(tuple(range(self.config.trainer.devices)), tuple(instances))
+        return DevicePartition(tuple(range(self.config.trainer.devices)), tuple(instances))
 
     def place(self, devices: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
         """Returns the host of a worker on these devices, and that host's numbers for them. None: there is one host.

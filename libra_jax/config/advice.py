@@ -47,7 +47,7 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool, cores: int 
         )
     if config.coordinator.group_size == 1 and algorithm.advantage in GROUP_ADVANTAGES:
         found.append(
-            f"config.coordinator.group_size: with 1, {algorithm.advantage} has nobody to compare a rollout with, so "
+            f"config.coordinator.group_size: with 1, {algorithm.advantage} has no one to compare a rollout with, so "
             "its advantage is its reward and a reward of 0 teaches nothing; use 4 or more, or "
             "algorithm.advantage=reinforce_plus_plus"
         )

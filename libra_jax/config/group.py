@@ -247,7 +247,7 @@ def coerced(value: Any, kind: Any, name: str, default: Any = None) -> Any:
 
 
 def _named(value: Any) -> str:
-    """Advises how to name classes and functions that were given in place of their names; empty if there are none."""
+    """Advises how to name classes and functions that were given instead of their names; empty if there are none."""
     values = value if isinstance(value, list | tuple) else [value]
     names = [f"{item.__module__}:{item.__qualname__}" for item in values if hasattr(item, "__qualname__")]
     return f"name the object by its module, as {', '.join(map(repr, names))}" if names else ""

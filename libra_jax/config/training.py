@@ -120,7 +120,7 @@ class TrainerConfig:
     memory_fraction: float = field(0.9, gt=0, le=1)
     # Directory in which JAX keeps compiled programs for the next start, at most 16 GiB: auto (libra_jax/programs in
     # XDG_CACHE_HOME or ~/.cache on GPUs and TPUs, off on CPU), off, or a path. JAX_COMPILATION_CACHE_DIR wins. Its
-    # files are code: nobody else may write there.
+    # files are code: no one else may write there.
     compilation_cache: str = field("auto", nonempty=True, hint="take auto, off or a path")
     # Peak FLOP/s of a device, for train/mfu. 0: of its hardware sheet (planning/costs/hardware.py). A device
     # without a sheet, such as a CPU, then has no train/mfu.
@@ -191,5 +191,5 @@ class WarmStartConfig:
     batch_size: int = field(64, gt=0)  # demonstrations of a step
     learning_rate: float = field(3e-3, ge=0)  # constant learning rate of the supervised steps
     target_loss: float = field(0.0, ge=0)  # mean token loss at which the warm start ends early; 0 is off
-    # Arguments of task.source for demonstrations, in place of those in task.arguments: shorter or easier tasks.
+    # Arguments of task.source for demonstrations, instead of those in task.arguments: shorter or easier tasks.
     arguments: Mapping[str, Any] = field(default_factory=dict)

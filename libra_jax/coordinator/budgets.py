@@ -14,7 +14,7 @@ FIELD = "algorithm.budget"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptBudget:
     """What is known of a prompt that gets rollouts.
 
     Attributes:
@@ -27,7 +27,7 @@ class Prompt:
     rollouts: float = 0.0
 
 
-Budget = Callable[[Sequence[Prompt]], list[int]]
+Budget = Callable[[Sequence[PromptBudget]], list[int]]
 """Returns the number of rollouts of each prompt of a step."""
 
 
@@ -91,7 +91,7 @@ def make(config: config_lib.RunConfig) -> Budget:
     keywords = {"prompts": None, "total": None, "least": None, "most": None, **arguments}
     resolving.check_arguments(function, name, keywords, f"{FIELD}_arguments")
 
-    def checked_budget(prompts: Sequence[Prompt]) -> list[int]:
+    def checked_budget(prompts: Sequence[PromptBudget]) -> list[int]:
         total = size * len(prompts)
         with resolving.named(name, FIELD, "the call"):
             sizes = list(function(prompts=prompts, total=total, least=minimum, most=maximum, **arguments))
@@ -105,12 +105,12 @@ def make(config: config_lib.RunConfig) -> Budget:
 
     # Tried here, because the run would meet a mistake in it only once its engines are up.
     count = config.coordinator.groups_per_step
-    checked_budget([Prompt(f"example-{place}") for place in range(count)])
-    checked_budget([Prompt(f"example-{place}", place / max(1, count - 1), float(size)) for place in range(count)])
+    checked_budget([PromptBudget(f"example-{place}") for place in range(count)])
+    checked_budget([PromptBudget(f"example-{place}", place / max(1, count - 1), float(size)) for place in range(count)])
     return checked_budget
 
 
-def _with_prior(prompts: Sequence[Prompt], prior: int, minimum: int, maximum: int) -> list[int]:
+def _with_prior(prompts: Sequence[PromptBudget], prior: int, minimum: int, maximum: int) -> list[int]:
     """Returns `prior` rollouts for prompts without a rate, and divides those of the others by `knapsack`."""
     rates = [prompt.success for prompt in prompts if prompt.success is not None]
     sizes = iter(knapsack(rates, prior * len(rates), minimum, maximum))

@@ -63,7 +63,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Found:
+class NewestCheckpoint:
     """The newest checkpoint that verifies.
 
     Attributes:
@@ -105,7 +105,7 @@ def directory(workdir: Path, step: int) -> Path:
     return workdir / FOLDER / f"step-{step:08d}"
 
 
-def find(workdir: Path, *, trainer: bool = True) -> Found:
+def find(workdir: Path, *, trainer: bool = True) -> NewestCheckpoint:
     """Returns the newest checkpoint that verifies.
 
     Args:
@@ -121,7 +121,7 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
         why, seconds, nbytes = verify(stored, trainer)
         # A void checkpoint is no damage: a successor resumed from before it, so it is passed over without a sentence.
         if not why and not stored.void:
-            return Found(stored.step, tuple(skipped), seconds, nbytes, stored)
+            return NewestCheckpoint(stored.step, tuple(skipped), seconds, nbytes, stored)
         if why:
             skipped.append(f"The checkpoint {stored.manifest.parent} is skipped: {why}.")
     if skipped:
@@ -129,7 +129,7 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
             f"No checkpoint in {workdir / FOLDER} can be used, and nothing has been removed: put back one from a copy, "
             f"or begin in another --workdir. {' '.join(skipped)}"
         )
-    return Found()
+    return NewestCheckpoint()
 
 
 def damaged(workdir: Path, before: int) -> list[str]:

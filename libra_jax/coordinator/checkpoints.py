@@ -82,18 +82,18 @@ class Encoded(NamedTuple):
     """
 
     text: str
-    routing: Sequence[records.Routing]
+    routing: Sequence[records.RoutingRecord]
     records: protocols.Records | None
 
 
 def encode(state: CoordinatorState) -> Encoded:
     """Encodes the coordinator's part. Later changes of what `state` refers to have no effect on the result."""
-    routings: list[records.Routing] = []
+    routings: list[records.RoutingRecord] = []
     end = 0
 
     def place(value: object) -> records.RoutingPlace:
         nonlocal end
-        if not isinstance(value, records.Routing):
+        if not isinstance(value, records.RoutingRecord):
             raise TypeError(f"a checkpoint cannot hold {value!r}")
         entry: records.RoutingPlace = {"first": end, "nbytes": sum(map(len, value.rows)), "tokens": len(value.rows)}
         routings.append(value)
@@ -369,7 +369,7 @@ def _with_routing(data: bytes) -> Callable[[Any], object]:
         if isinstance(place, dict) and place.keys() == records.RoutingPlace.__annotations__.keys():
             width = max(1, place["nbytes"] // place["tokens"])
             starts = range(place["first"], place["first"] + place["nbytes"], width)
-            value["routing"] = records.Routing(tuple(data[start : start + width] for start in starts))
+            value["routing"] = records.RoutingRecord(tuple(data[start : start + width] for start in starts))
         return value
 
     return read

@@ -39,7 +39,7 @@ class _Request:
     instance: str = ""
     away: bool = False
     passed_over_since: float | None = None
-    decision: routing.Decision = field(default_factory=routing.Decision)
+    decision: routing.JudgedRequest = field(default_factory=routing.JudgedRequest)
 
     def displace(self, name: str) -> None:
         """Takes the request off its instance: it waits for a placement."""

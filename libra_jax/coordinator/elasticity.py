@@ -38,7 +38,7 @@ class Planner(Protocol):
     def after(
         self,
         step: int,
-        measured: planner_lib.Measured,
+        measured: planner_lib.ObservedStep,
         trained: Sequence[protocols.Trajectory],
         *,
         may_move: bool = True,
@@ -57,8 +57,8 @@ class Planner(Protocol):
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
 
 
-class Workers(Protocol):
-    """The workers that elastic changes concern (`coordinator.parts.Workers`)."""
+class ElasticWorkers(Protocol):
+    """The workers that elastic changes concern (`coordinator.parts.RunWorkers`)."""
 
     @property
     def trainer(self) -> protocols.TrainerClient: ...
@@ -136,11 +136,11 @@ class PlanFollower:
         step_seconds = times.step - report.evaluation.get("evaluation/seconds", 0.0)
         # Reported until the planner may act on the loss.
         lost = self._engines.losses - self._losses
-        measured = planner_lib.Measured(
+        measured = planner_lib.ObservedStep(
             step=step_seconds,
             train=times.train,
             sync=times.sync,
-            # Groups begin right after the weight sync, before an evaluation and a checkpoint, during which nobody waits
+            # Groups begin right after the weight sync, before an evaluation and a checkpoint, during which no one waits
             # for them.
             wait=times.rollout if self._synchronous else times.wait,
             waiting=report.streams.waited_seconds / step_seconds if step_seconds > 0 else 0.0,
@@ -264,7 +264,7 @@ class Elasticity:
     def __init__(
         self,
         run: run_context.RunContext,
-        workers: Workers,
+        workers: ElasticWorkers,
         *,
         dispatcher: dispatch.Dispatcher,
         resizing: resize.Resizing,
@@ -330,7 +330,9 @@ class Elasticity:
         if self.hybrid is not None:
             times, evaluation = report.times, report.evaluation.get("evaluation/seconds", 0.0)
             streams = report.streams.stream_seconds
-            took = hybrid.Step(times.step - evaluation, times.train, times.wait, times.rollout, streams, times.ahead)
+            took = hybrid.StepSeconds(
+                times.step - evaluation, times.train, times.wait, times.rollout, streams, times.ahead
+            )
             metrics |= self.hybrid.after(step, took)
         return metrics
 

@@ -48,7 +48,7 @@ class WarmStart:
     async def run(
         self,
         step: Callable[[list[protocols.Trajectory]], Coroutine[Any, Any, Mapping[str, float]]],
-        ending: stopping.Ending,
+        ending: stopping.RunScope,
         status: Callable[[str], None],
     ) -> dict[str, float]:
         """Takes the remaining steps. Stops between two steps if the run is to end.
@@ -134,7 +134,7 @@ def distinct(tasks: Sequence[protocols.Task], status: Callable[[str], None]) -> 
 async def evaluate(
     config: config_lib.RunConfig,
     *,
-    runner: rollouts.Runner,
+    runner: rollouts.RolloutRunner,
     tasks: protocols.TaskSource,
     version: int,
     status: Callable[[str], None] = lambda _: None,
@@ -201,12 +201,12 @@ async def evaluate(
 
 @contextlib.asynccontextmanager
 async def loaded(
-    run: parts.RunContext,
+    run: parts.CoordinatorContext,
     specs: parts.WorkerSpecs,
     agent: rollouts.Agent,
     scheduler: protocols.Scheduler,
     checkpoint: str | None = None,
-) -> AsyncIterator[tuple[parts.Parts, int]]:
+) -> AsyncIterator[tuple[parts.RunParts, int]]:
     """Starts the workers of a config, gives the engines the trainer's weights, and ends the workers. Trains nothing.
 
     The trainer takes part because it reads every form of weights, and the engines get theirs by weight sync only.
@@ -222,7 +222,7 @@ async def loaded(
     def no_state() -> NoReturn:
         raise AssertionError("without training, there are no checkpoints")
 
-    ending, workers = run.scope, parts.Workers(run, specs)
+    ending, workers = run.scope, parts.RunWorkers(run, specs)
     try:
         await ending.race(workers.start())
         wired = parts.wire(run, agent, scheduler, None, workers=workers, state=no_state)
@@ -236,7 +236,7 @@ async def loaded(
 
 
 async def evaluate_alone(
-    run: parts.RunContext,
+    run: parts.CoordinatorContext,
     specs: parts.WorkerSpecs,
     agent: rollouts.Agent,
     scheduler: protocols.Scheduler,
@@ -256,7 +256,7 @@ async def evaluate_alone(
 
 
 async def serve_alone(
-    run: parts.RunContext,
+    run: parts.CoordinatorContext,
     specs: parts.WorkerSpecs,
     agent: rollouts.Agent,
     scheduler: protocols.Scheduler,

@@ -52,7 +52,11 @@ class Groups:
     """
 
     def __init__(
-        self, run: run_context.RunContext, runner: rollouts.Runner, rates: success.Rates, replays: replay.Replay
+        self,
+        run: run_context.RunContext,
+        runner: rollouts.RolloutRunner,
+        rates: success.SuccessRates,
+        replays: replay.SuccessReplay,
     ) -> None:
         self._config = run.config
         self._recorder = run.recorder
@@ -278,13 +282,13 @@ class Batches:
         run: run_context.RunContext,
         *,
         prompts: prompts.Prompts,
-        replays: replay.Replay,
+        replays: replay.SuccessReplay,
         groups: Groups,
-        runner: rollouts.Runner,
+        runner: rollouts.RolloutRunner,
         weight_sync: sync.WeightSync,
         saver: saving.Saver,
         recovery: recovery_lib.Recovery,
-        stream: streaming.Stream,
+        stream: streaming.StreamedGroups,
     ) -> None:
         limits = run.config.coordinator
         spare = limits.spare_groups

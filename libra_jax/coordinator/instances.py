@@ -48,7 +48,7 @@ class NoRoom(protocols.LibraError):
 
 
 @dataclass
-class Engine:
+class RolloutInstance:
     """One rollout instance, across all its restarts.
 
     Attributes:
@@ -123,7 +123,7 @@ class Instances:
         self._events = run.events
         self._make_spec = make_spec
         self._numbers = itertools.count(len(specs))
-        self.engines = {spec.name: Engine(spec, hybrid=spec.name in hybrid) for spec in specs}
+        self.engines = {spec.name: RolloutInstance(spec, hybrid=spec.name in hybrid) for spec in specs}
         self.losses = 0
         self._trainer = protocols.ActorSpec("trainer", "", {})
         self.weights = asyncio.Lock()
@@ -152,11 +152,11 @@ class Instances:
         """True if an engine that is not hybrid has died for good."""
         return any(engine.state == "dead" for engine in self.engines.values() if not engine.hybrid)
 
-    def loadable(self) -> list[Engine]:
+    def loadable(self) -> list[RolloutInstance]:
         """Returns the engines that receive a weight update."""
         return [engine for engine in self.engines.values() if engine.state in ("loaded", "serving")]
 
-    def serve(self, engines: Iterable[Engine]) -> None:
+    def serve(self, engines: Iterable[RolloutInstance]) -> None:
         """Lets requests go to engines that now hold current weights.
 
         One call serves all of them, because a scheduler rebuilds its instances at each change. One by one, 2,560
@@ -168,7 +168,7 @@ class Instances:
         if ready:
             self._events.announce(protocols.EnginesChanged(self.serving()))
 
-    def lost(self, engine: Engine, life: int, error: BaseException) -> None:
+    def lost(self, engine: RolloutInstance, life: int, error: BaseException) -> None:
         """Takes a failed engine out of service and restarts it if restarts are left. Ignores earlier lives."""
         if engine.life != life or engine.state in ("lost", "dead"):
             return
@@ -215,7 +215,7 @@ class Instances:
             # A new life, because calls still under way (a health check, for instance) may now fail without meaning.
             engine.state, engine.life, engine.policy_version = "asleep", engine.life + 1, protocols.NO_VERSION
         finally:
-            # The engine gets no more updates, so a hanging sleep blocks nobody.
+            # The engine gets no more updates, so a hanging sleep blocks no one.
             self.weights.release()
         self._events.announce(protocols.EnginesChanged(self.serving()))
         self._recorder.status(name, "going to sleep")
@@ -300,7 +300,7 @@ class Instances:
             self._recorder.status(engine.name, "ended by a plan")
         self._events.announce(protocols.EnginesReplanned(self.with_hybrid(rollout)))
         await deadlines.together(*(self._stop(engine) for engine in retired))
-        added = [Engine(spec) for spec in specs]
+        added = [RolloutInstance(spec) for spec in specs]
         self.engines.update({engine.name: engine for engine in added})
         await deadlines.together(*(self._start(engine) for engine in added))
 
@@ -318,18 +318,18 @@ class Instances:
         if (engine := self.engines.get(name)) is not None:
             self.lost(engine, life, error)
 
-    def froze(self, engine: Engine) -> None:
+    def froze(self, engine: RolloutInstance) -> None:
         """Takes in that decoding of an engine is frozen, for a weight update."""
         engine.paused = True
         self._events.announce(protocols.EngineUpdated(engine.name))
 
-    def went_on(self, engine: Engine, version: int) -> None:
+    def went_on(self, engine: RolloutInstance, version: int) -> None:
         """Takes in that decoding of an engine goes on, under the weights of this version."""
         engine.policy_version, engine.paused = version, False
         self._events.announce(protocols.EngineUpdated(engine.name))
 
     def await_first_token(self, name: str) -> None:
-        """Resets `Engine.answered`, which then records the engine's next token."""
+        """Resets `RolloutInstance.answered`, which then records the engine's next token."""
         self.engines[name].answered = None
 
     def trainer_holds(self, devices: int) -> None:
@@ -351,17 +351,17 @@ class Instances:
         return tuple(buckets[degree] for degree in sorted(buckets))
 
     @staticmethod
-    def _take_out(engine: Engine) -> None:
+    def _take_out(engine: RolloutInstance) -> None:
         """Ends the engine's present life: later errors of it are ignored."""
         engine.life += 1
         engine.client, engine.paused, engine.policy_version = None, False, protocols.NO_VERSION
 
-    async def _start(self, engine: Engine, *, load: bool = True) -> None:
+    async def _start(self, engine: RolloutInstance, *, load: bool = True) -> None:
         """Starts an engine's process, and gets it the current weights if `load`. A failed start is a lost engine."""
         engine.state = "starting"
         self._recorder.status(engine.name, "starting its process")
         life = engine.life
-        client = engines_client.EngineClient(self._cluster, engine.spec, self._config.deadlines)
+        client = engines_client.EngineActorClient(self._cluster, engine.spec, self._config.deadlines)
         try:
             await client.make()
             self._recorder.status(engine.name, "loading the inference engine and the model")
@@ -376,7 +376,7 @@ class Instances:
         if load:
             await self._events.deliver(protocols.EngineLoaded(engine.name))
 
-    async def _restart(self, engine: Engine, error: BaseException) -> None:
+    async def _restart(self, engine: RolloutInstance, error: BaseException) -> None:
         await self._stop(engine)
         if engine.repeats or engine.restarts >= self._config.rollout.restarts:
             engine.state = "dead"
@@ -392,16 +392,16 @@ class Instances:
         engine.restarts += 1
         await self._start(engine)
 
-    async def _stop(self, engine: Engine) -> None:
+    async def _stop(self, engine: RolloutInstance) -> None:
         try:
-            await engines_client.EngineClient(self._cluster, engine.spec, self._config.deadlines).stop()
+            await engines_client.EngineActorClient(self._cluster, engine.spec, self._config.deadlines).stop()
         except protocols.LibraError as error:
             self._recorder.note(f"Engine {engine.name} could not be stopped cleanly: {error}")
 
     async def _watch(self) -> None:
         """Asks every engine for its health now and then, and takes out those that do not answer."""
 
-        async def check(engine: Engine) -> None:
+        async def check(engine: RolloutInstance) -> None:
             life, client = engine.life, engine.client
             # Lost since the check was due.
             if client is None:
@@ -432,7 +432,7 @@ class Instances:
             await deadlines.together(*(check(engine) for engine in self.loadable()))
 
 
-def _client(engine: Engine) -> protocols.EngineClient:
+def _client(engine: RolloutInstance) -> protocols.EngineClient:
     """Returns the client of the engine's present life. Raises WorkerLost if the engine has none."""
     if engine.client is None:
         raise protocols.WorkerLost(f"engine {engine.name} has no process (it is {engine.state})")

@@ -126,7 +126,7 @@ class _Worker(protocols.PlacementSink):
         self.due.clear()
 
 
-class LoopWorkers(rollouts.Runner):
+class LoopWorkers(rollouts.RolloutRunner):
     """Runs rollouts on loop workers. Create it inside the event loop that it serves.
 
     Args:
@@ -163,7 +163,7 @@ class LoopWorkers(rollouts.Runner):
             run.scope.start(self._keep(worker), worker.name)
 
     def take_counts(self) -> protocols.StreamCounts:
-        """Returns what the workers have counted since the last call (`rollouts.Runner.take_counts`)."""
+        """Returns what the workers have counted since the last call (`rollouts.RolloutRunner.take_counts`)."""
         counts, self._counts = self._counts, protocols.StreamCounts()
         return counts
 
@@ -173,7 +173,7 @@ class LoopWorkers(rollouts.Runner):
         return voids
 
     async def run(self, order: protocols.RolloutOrder) -> None:
-        """Runs the rollout until it has a reward (`rollouts.Runner.run`)."""
+        """Runs the rollout until it has a reward (`rollouts.RolloutRunner.run`)."""
         trajectory = order.trajectory
         trajectory.goes_on_at(self._clock())
         lost, limit = 0, self._config.task.environment_retries
@@ -217,7 +217,7 @@ class LoopWorkers(rollouts.Runner):
         try:
             await self._keep_running(worker)
         finally:
-            # The run ends: the worker's own shutdown aborts its rollouts, and nobody is left to tell of it.
+            # The run ends: the worker's own shutdown aborts its rollouts, and no one is left to tell of it.
             worker.up = False
             for rollout in worker.live.values():
                 rollout.end.set_exception(_GoesOnElsewhere())

@@ -36,7 +36,7 @@ from libra_jax.weights import relay_tree
 
 
 @dataclass(frozen=True)
-class RunContext(run_context.RunContext):
+class CoordinatorContext(run_context.RunContext):
     """What the parts of a run share, with what only its coordinator uses.
 
     Attributes:
@@ -45,7 +45,7 @@ class RunContext(run_context.RunContext):
       export: directory of the trained parameters in Hugging Face's format; None exports none.
     """
 
-    scope: stopping.Ending = field(default_factory=stopping.Ending)
+    scope: stopping.RunScope = field(default_factory=stopping.RunScope)
     samples: samples_lib.Samples | None = None
     export: Path | None = None
 
@@ -76,7 +76,7 @@ class WorkerSpecs:
     divide: protocols.DivideBatch | None = None
 
 
-class Workers:
+class RunWorkers:
     """The workers of a run. `start` sets the attributes. Create it inside the event loop that it serves.
 
     Attributes:
@@ -86,7 +86,7 @@ class Workers:
       hosts: the weight relays; None if the trainer's host is the only one.
     """
 
-    trainer: client.TrainerClient
+    trainer: client.TrainerActorClient
     sizes: protocols.MeshSizes
     peak_flops: float | None
     engines: instances.Instances
@@ -160,7 +160,7 @@ class Workers:
         processes = client.TrainerProcesses(
             run.cluster, make, count=run.config.trainer.processes, name=spec.name, divide=self.specs.divide
         )
-        self.trainer = client.TrainerClient(processes, run.config.deadlines)
+        self.trainer = client.TrainerActorClient(processes, run.config.deadlines)
         await self.trainer.make()
         run.recorder.status(spec.name, "loading the model and making the optimizer's state")
         info = await self.trainer.start()
@@ -186,7 +186,7 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunParts:
     """The parts of a run.
 
     Attributes:
@@ -207,12 +207,12 @@ class Parts:
     trainer: protocols.TrainerClient
     dispatcher: dispatch.Dispatcher
     streams: streams.Streams
-    runner: rollouts.Runner
+    runner: rollouts.RolloutRunner
     groups: groups_lib.Groups
     prompts: prompts_lib.Prompts
-    replays: replay.Replay
+    replays: replay.SuccessReplay
     batches: groups_lib.Batches
-    stream: streaming.Stream
+    stream: streaming.StreamedGroups
     weight_sync: sync.WeightSync
     saver: saving.Saver
     elastic: elasticity.Elasticity
@@ -226,9 +226,9 @@ def wire(
     scheduler: protocols.Scheduler,
     planner: elasticity.Planner | None,
     *,
-    workers: Workers,
+    workers: RunWorkers,
     state: Callable[[], checkpoints.CoordinatorState],
-) -> Parts:
+) -> RunParts:
     """Makes the parts of a run. Call it inside the event loop that they serve.
 
     Args:
@@ -254,16 +254,16 @@ def wire(
     recovery = recovery_lib.Recovery(run, trainer=trainer, checkpoints=saver, weights=weight_sync, resizing=resizing)
     dispatcher = dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)
     tokens = streams.Streams(run, dispatcher=dispatcher, engines=engines)
-    runner: rollouts.Runner = rollouts.Rollouts(run, agent, tokens)
+    runner: rollouts.RolloutRunner = rollouts.Rollouts(run, agent, tokens)
     if workers.specs.loop_workers:
         runner = loop_workers.LoopWorkers(
             run, agent, workers.specs.loop_workers, dispatcher=dispatcher, engines=engines
         )
-    rates = success.Rates(run.config)
-    replays = replay.Replay(run.config)
+    rates = success.SuccessRates(run.config)
+    replays = replay.SuccessReplay(run.config)
     groups = groups_lib.Groups(run, runner, rates, replays)
     prompts = prompts_lib.Prompts(run.config, agent.tasks, rates)
-    stream = streaming.Stream(run, workers.trainer, recovery)
+    stream = streaming.StreamedGroups(run, workers.trainer, recovery)
     batches = groups_lib.Batches(
         run,
         prompts=prompts,
@@ -284,7 +284,7 @@ def wire(
         protocols.EngineLoaded,
         lambda event: recovery.through(functools.partial(weight_sync.catch_up, engines.engines[event.name])),
     )
-    return Parts(
+    return RunParts(
         trainer=trainer,
         dispatcher=dispatcher,
         streams=tokens,

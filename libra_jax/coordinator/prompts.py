@@ -70,7 +70,7 @@ class Prompts:
       ConfigError: the config names a budget that does not exist, or an order that the source cannot have.
     """
 
-    def __init__(self, config: config_lib.RunConfig, tasks: protocols.TaskSource, rates: success.Rates) -> None:
+    def __init__(self, config: config_lib.RunConfig, tasks: protocols.TaskSource, rates: success.SuccessRates) -> None:
         check(config, tasks)
         self._config = config
         self._tasks = tasks
@@ -137,7 +137,7 @@ class Prompts:
         for index in indices:
             task = self._task(index)
             rate, rollouts = self._rates.rate(task.prompt), self._rates.rollouts(task.prompt)
-            prompts.append(budgets.Prompt(task.prompt_id, rate, rollouts))
+            prompts.append(budgets.PromptBudget(task.prompt_id, rate, rollouts))
         return list(zip(indices, self._budget(prompts), strict=True))
 
     def _by_success(self, position: int, count: int) -> Sequence[int]:

@@ -56,7 +56,7 @@ class Public:
             limits = dataclasses.replace(limits, temperature=request.temperature)
         self._streams.open(trajectory, protocols.EVALUATION_GROUP, self._version)
         try:
-            one = session.Session(
+            one = session.RolloutSession(
                 trajectory,
                 form=self._form,
                 sampler=self._streams,

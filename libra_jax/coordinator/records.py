@@ -15,7 +15,7 @@ from libra_jax import protocols
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutingRecord:
     """Experts of a trajectory's routed tokens, as they were when the checkpoint began (`Trajectory.routing`)."""
 
     rows: tuple[bytes, ...]
@@ -29,7 +29,7 @@ class RoutingPlace(TypedDict):
     tokens: int
 
 
-class SegmentRecord(TypedDict):
+class PartialSegmentRecord(TypedDict):
     """A segment, finished or cut off anywhere. Columns are base64 of their arrays (`protocols.Segment`).
 
     `routing` is missing if no token is routed. In coordinator.json it is a `RoutingPlace`.
@@ -40,7 +40,7 @@ class SegmentRecord(TypedDict):
     loss_mask: str
     log_probs: str
     policy_versions: str
-    routing: NotRequired[Routing]
+    routing: NotRequired[RoutingRecord]
     teacher_log_probs: NotRequired[str]
     trajectory_id: str
     prompt_id: str
@@ -48,7 +48,7 @@ class SegmentRecord(TypedDict):
     reward: float | None
 
 
-class BranchRecord(SegmentRecord):
+class BranchRecord(PartialSegmentRecord):
     """A segment after the first one of its rollout."""
 
     index: int
@@ -56,7 +56,7 @@ class BranchRecord(SegmentRecord):
     shared: int
 
 
-class TrajectoryRecord(SegmentRecord):
+class TrajectoryRecord(PartialSegmentRecord):
     """A trajectory, finished or cut off anywhere: its first segment, and `branches` if there are more."""
 
     replayed: NotRequired[bool]
@@ -82,7 +82,7 @@ class GroupRecord(TypedDict):
 
 
 def encode_trajectory(trajectory: protocols.Trajectory) -> TrajectoryRecord:
-    """Encodes a trajectory as plain JSON values, save for the `Routing` of its segments."""
+    """Encodes a trajectory as plain JSON values, save for the `RoutingRecord` of its segments."""
     record: TrajectoryRecord = {
         **_encode_segment(trajectory),
         "environment_reward": trajectory.environment_reward,
@@ -107,8 +107,8 @@ def encode_trajectory(trajectory: protocols.Trajectory) -> TrajectoryRecord:
     return record
 
 
-def _encode_segment(segment: protocols.Segment) -> SegmentRecord:
-    record: SegmentRecord = {
+def _encode_segment(segment: protocols.Segment) -> PartialSegmentRecord:
+    record: PartialSegmentRecord = {
         "token_ids": _pack(segment.token_ids),
         "sources": _pack(segment.sources),
         "loss_mask": _pack(segment.loss_mask),
@@ -121,7 +121,7 @@ def _encode_segment(segment: protocols.Segment) -> SegmentRecord:
     }
     if segment.routing:
         # References only: the bytes are joined where the checkpoint is written, off the event loop.
-        record["routing"] = Routing(tuple(segment.routing))
+        record["routing"] = RoutingRecord(tuple(segment.routing))
     if segment.teacher_log_probs:
         record["teacher_log_probs"] = _pack(segment.teacher_log_probs)
     return record
@@ -153,7 +153,7 @@ def decode_trajectory(record: TrajectoryRecord) -> protocols.Trajectory:
     return trajectory
 
 
-def _decode_segment(record: SegmentRecord) -> protocols.Segment:
+def _decode_segment(record: PartialSegmentRecord) -> protocols.Segment:
     turns = []
     for turn in record["turns"]:
         moves = tuple(
@@ -169,7 +169,7 @@ def _decode_segment(record: SegmentRecord) -> protocols.Segment:
         log_probs=_unpack("log_probs", record),
         policy_versions=_unpack("policy_versions", record),
         teacher_log_probs=_unpack("teacher_log_probs", record),
-        routing=list(record.get("routing", Routing(())).rows),
+        routing=list(record.get("routing", RoutingRecord(())).rows),
         turns=turns,
         reward=record["reward"],
     )
@@ -181,7 +181,7 @@ def _decode_message(record: Mapping[str, Any]) -> protocols.Message:
 
 
 def encode_group(group: protocols.Group) -> GroupRecord:
-    """Encodes a finished or running group as plain JSON values, save for the `Routing` of its trajectories."""
+    """Encodes a finished or running group as plain JSON values, save for the `RoutingRecord` of its trajectories."""
     record: GroupRecord = {
         "group_id": group.group_id,
         "prompt_id": group.task.prompt_id,
@@ -210,5 +210,5 @@ def _pack(values: array.array[Any]) -> str:
     return base64.b64encode(values).decode()
 
 
-def _unpack(name: str, record: SegmentRecord) -> array.array[Any]:
+def _unpack(name: str, record: PartialSegmentRecord) -> array.array[Any]:
     return array.array(protocols.COLUMNS[name], base64.b64decode(cast("str", record.get(name, ""))))

@@ -32,7 +32,7 @@ class ReplayState(TypedDict):
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredSuccess:
     """A stored success.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Stored:
     first_version: int
 
 
-class Replay:
+class SuccessReplay:
     """The stored successes of a run.
 
     At most `algorithm.replay_per_prompt` successes of a prompt are kept, and `algorithm.replay_tokens` tokens in all:
@@ -61,8 +61,8 @@ class Replay:
         self._config = config
         self._used = config.algorithm.replay != "none"
         # By number of the group, and of the success in it.
-        self._stored: dict[tuple[int, int], _Stored] = {}
-        self._later: dict[tuple[int, int], _Stored] = {}
+        self._stored: dict[tuple[int, int], _StoredSuccess] = {}
+        self._later: dict[tuple[int, int], _StoredSuccess] = {}
 
     def add(self, group: protocols.Group) -> None:
         """Takes a group whose rollouts are all scored, before its rewards are shaped."""
@@ -137,19 +137,19 @@ class Replay:
         return sum(one.tokens for one in self._stored.values())
 
 
-def _measured(record: StoredRecord, rollout: protocols.Trajectory) -> _Stored:
+def _measured(record: StoredRecord, rollout: protocols.Trajectory) -> _StoredSuccess:
     versions = [
         version
         for segment in rollout.segments
         for version in segment.policy_versions
         if version != protocols.NO_VERSION
     ]
-    return _Stored(
+    return _StoredSuccess(
         record, sum(len(segment.token_ids) for segment in rollout.segments), min(versions, default=protocols.NO_VERSION)
     )
 
 
-def _restored(entries: list[StoredRecord]) -> Iterator[tuple[tuple[int, int], _Stored]]:
+def _restored(entries: list[StoredRecord]) -> Iterator[tuple[tuple[int, int], _StoredSuccess]]:
     samples: dict[int, int] = {}
     for record in entries:
         number = record["group_id"]

@@ -339,7 +339,7 @@ class Watch:
             )
         if size == 1 and advantage in config_lib.GROUP_ADVANTAGES:
             return "group_size", (
-                f"coordinator.group_size is 1, so {advantage} compares a rollout with nobody. Raise it, or use "
+                f"coordinator.group_size is 1, so {advantage} compares a rollout with no one. Raise it, or use "
                 "algorithm.advantage=reinforce_plus_plus."
             )
         if metrics["reward/std"] == 0:

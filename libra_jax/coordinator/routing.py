@@ -14,7 +14,7 @@ from libra_jax.scheduling import levels
 
 
 @dataclass
-class Decision:
+class JudgedRequest:
     """The decision on a request that is judged.
 
     Attributes:
@@ -68,7 +68,7 @@ class Routing:
 
     def __init__(self, config: config_lib.RunConfig) -> None:
         # All kinds of the layout: if an instance is lost or late, the number of possible buckets stays the same.
-        self._levels = levels.Levels(config.scheduler.max_remaining_tokens, config.rollout.kinds)
+        self._levels = levels.LevelMap(config.scheduler.max_remaining_tokens, config.rollout.kinds)
         self._kinds: dict[str, protocols.Kind] = {}
         self._plans = 0
         self.counts = RoutingCounts()
@@ -80,20 +80,20 @@ class Routing:
 
     def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
         """Judges later decisions by a plan's buckets. Earlier decisions are not judged."""
-        self._levels = levels.Levels.planned(rollout)
+        self._levels = levels.LevelMap.planned(rollout)
         self._plans += 1
 
-    def returned(self, decision: Decision, generated: int) -> None:
+    def returned(self, decision: JudgedRequest, generated: int) -> None:
         """Notes the length at the first tool return; a decision follows."""
         if decision.asked_at is None:
             decision.asked_at = generated
 
-    def decided(self, decision: Decision, instance: str) -> None:
+    def decided(self, decision: JudgedRequest, instance: str) -> None:
         """Takes in that the scheduler has placed the request."""
         if decision.asked_at is not None and decision.level is None:
             decision.level, decision.plan = self._levels.of_kind(self._kinds[instance]), self._plans
 
-    def finished(self, decision: Decision, generated: int) -> None:
+    def finished(self, decision: JudgedRequest, generated: int) -> None:
         """Judges the decision on a request of a completed rollout, by the tokens that it generated in total."""
         # Buckets of another plan have other bounds, so decisions under it are not judged.
         if decision.level is not None and decision.asked_at is not None and decision.plan == self._plans:

@@ -70,7 +70,7 @@ class Coordinator:
 
     def __init__(
         self,
-        context: parts.RunContext,
+        context: parts.CoordinatorContext,
         specs: parts.WorkerSpecs,
         agent: rollouts.Agent,
         scheduler: protocols.Scheduler,
@@ -116,7 +116,7 @@ class Coordinator:
         Raises:
           LibraError: the error that ended the run, in one sentence.
         """
-        self._workers = parts.Workers(self._context, self._specs)
+        self._workers = parts.RunWorkers(self._context, self._specs)
         self._stopping = stopping.Stopping(self._context, self._ending, self._abort_step)
         # A killed run may have left one.
         self._remove_snapshot()

@@ -195,7 +195,7 @@ class Saver:
         try:
             return await asyncio.shield(self._writing)
         except asyncio.CancelledError:
-            self._writing.add_done_callback(lambda write: write.cancelled() or write.exception())  # nobody else asks
+            self._writing.add_done_callback(lambda write: write.cancelled() or write.exception())  # no one else asks
             raise
 
     async def _commit_held(self) -> None:

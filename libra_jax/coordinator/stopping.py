@@ -36,7 +36,7 @@ class Stopped(Exception):
     """Raised if a person or a scheduler stops the run; not an error."""
 
 
-class Ending(background_tasks.BackgroundTasks):
+class RunScope(background_tasks.BackgroundTasks):
     """The end of the run, and the background tasks that end with it: the run's `protocols.Scope`.
 
     It belongs to the event loop that first uses it.
@@ -46,7 +46,7 @@ class Ending(background_tasks.BackgroundTasks):
     @functools.cached_property
     def _end(self) -> asyncio.Future[None]:
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Retrieve the exception, or asyncio warns about it if nobody awaits the end.
+        # Retrieve the exception, or asyncio warns about it if no one awaits the end.
         end.add_done_callback(lambda end: end.exception())
         return end
 
@@ -181,7 +181,7 @@ class Stopping:
     def __init__(
         self,
         run: run_context.RunContext,
-        ending: Ending,
+        ending: RunScope,
         abort_step: Callable[[], Coroutine[Any, Any, Any]],
     ) -> None:
         self._grace = run.config.deadlines.grace

@@ -18,7 +18,7 @@ from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.utils import run_context
 
 
-class Stream:
+class StreamedGroups:
     """The groups of the next step that the trainer has begun.
 
     Args:

@@ -33,7 +33,7 @@ class RatesState(TypedDict):
     later: dict[str, tuple[str, int, int]]
 
 
-class Rates:
+class SuccessRates:
     """The success rate of each prompt that has finished rollouts.
 
     `outcomes` says which rollouts count, and which are successes. Each further rollout of a prompt makes the earlier

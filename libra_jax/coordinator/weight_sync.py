@@ -86,7 +86,7 @@ class WeightSync:
         if self.served != protocols.NO_VERSION:
             await self._send(self.version, self._up())
 
-    async def catch_up(self, engine: instances.Engine) -> None:
+    async def catch_up(self, engine: instances.RolloutInstance) -> None:
         """Sends the present version to an engine that starts or wakes, before it serves.
 
         If the last snapshot is still in shared memory, the engine reads it there and does not wait for a training step.
@@ -134,11 +134,11 @@ class WeightSync:
         if self._sides is not None:
             await self._sides.settle()
 
-    def _up(self) -> list[instances.Engine]:
+    def _up(self) -> list[instances.RolloutInstance]:
         """Returns the engines to load. An engine that waits for its host's relay catches up afterwards."""
         return [item for item in self._engines.loadable() if item.name not in self._waiting]
 
-    async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
+    async def _send(self, version: int, engines: Sequence[instances.RolloutInstance]) -> None:
         """Opens a new snapshot, sends it to the engines, and offers it to the training sides. Needs the lock."""
         if not engines and self._sides is None:
             return
@@ -248,7 +248,11 @@ class _Update:
     """
 
     def __init__(
-        self, engines: instances.Instances, engine: instances.Engine, version: int, recorder: protocols.Recorder
+        self,
+        engines: instances.Instances,
+        engine: instances.RolloutInstance,
+        version: int,
+        recorder: protocols.Recorder,
     ) -> None:
         self.engine = engine
         self.life = engine.life

@@ -80,7 +80,7 @@ def divide(
 
 
 def _outlined(config: config_lib.RunConfig, rollout: protocols.Trajectory) -> protocols.Trajectory:
-    """Returns a rollout's name, rewards and end with an outline in place of its tokens."""
+    """Returns a rollout's name, rewards and end with an outline instead of its tokens."""
     mask_N = np.array(rollout.loss_mask, bool) & (not config.task.masks(rollout.finish))
     return protocols.Trajectory(
         rollout.trajectory_id,

@@ -149,7 +149,7 @@ class Packed:
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    places: Sequence[row_places.Place]
+    places: Sequence[row_places.RowPlace]
     layouts: Sequence[row_places.Layout]
     columns: Columns
     examples: int
@@ -189,9 +189,9 @@ class Packed:
         return lengths_BxM
 
     @functools.cached_property
-    def _of_micro_batches(self) -> dict[int, list[row_places.Place]]:
+    def _of_micro_batches(self) -> dict[int, list[row_places.RowPlace]]:
         """The places of each micro-batch."""
-        places: dict[int, list[row_places.Place]] = {}
+        places: dict[int, list[row_places.RowPlace]] = {}
         for place in self.places:
             places.setdefault(place.micro_batch, []).append(place)
         return places
@@ -292,7 +292,7 @@ def pack(
 
 
 def _columns(
-    local_sequences: Sequence[tuple[row_places.Place, row_places.Layout]], shapes: Sequence[tuple[int, int]]
+    local_sequences: Sequence[tuple[row_places.RowPlace, row_places.Layout]], shapes: Sequence[tuple[int, int]]
 ) -> Columns:
     """Joins the columns of placed sequences."""
     places, layouts = [place for place, _ in local_sequences], [layout for _, layout in local_sequences]
@@ -312,7 +312,7 @@ def _columns(
 def _micro_batches(
     examples: Sequence[sequences_lib.Example],
     columns: Columns,
-    local_sequences: Sequence[tuple[row_places.Place, row_places.Layout]],
+    local_sequences: Sequence[tuple[row_places.RowPlace, row_places.Layout]],
     of_trees: Sequence[bool],
 ) -> list[MicroBatch]:
     """Returns the micro-batches with the columns of the sequences whose tokens are there.

@@ -21,7 +21,7 @@ from libra_jax.data import sequences as sequences_lib
 from libra_jax.data import shared_prompts, trees
 from libra_jax.models import rows
 
-Layout = sequences_lib.Layout | sequences_lib.Path
+Layout = sequences_lib.ColumnLayout | sequences_lib.Path
 """The columns of a sequence: written out for a tree, or known from their number for a path."""
 
 
@@ -37,7 +37,7 @@ def minibatch_sizes(config: config_lib.RunConfig, groups: Sequence[protocols.Gro
 
 
 @dataclass(frozen=True)
-class Place:
+class RowPlace:
     """Place of a sequence: its example; micro-batch, row, first column, number of columns; its number in the row,
     from 1."""
 
@@ -67,7 +67,7 @@ class Placement:
       saved: columns that were saved because segments, or the rollouts of a group, share tokens.
     """
 
-    places: list[Place]
+    places: list[RowPlace]
     layouts: list[Layout]
     shapes: list[tuple[int, int]]
     of_trees: list[bool]
@@ -169,7 +169,7 @@ def _sequences(
 def _place(sequences: _Sequences, config: config_lib.TrainerConfig, batch_rows: int, placement: Placement) -> None:
     """Appends the places of a mini-batch's sequences to the placement, and micro-batches for them: trees last."""
     lengths, shapes = row_lengths(config), placement.shapes
-    places: dict[int, Place] = {}  # by number of the sequence
+    places: dict[int, RowPlace] = {}  # by number of the sequence
     firsts = set(range(len(sequences.layouts))) - set(sequences.beside.values())
     for of_trees in (False, True):
         numbers = [number for number in sorted(firsts) if (sequences.layouts[number].until_C is not None) == of_trees]
@@ -189,7 +189,7 @@ def _place(sequences: _Sequences, config: config_lib.TrainerConfig, batch_rows: 
             for number in members:
                 columns = sequences.layouts[number].columns
                 where, segment = slot[int(fit.row[position])], int(fit.segment[position])
-                places[number] = Place(sequences.examples[number], *where, start, columns, segment)
+                places[number] = RowPlace(sequences.examples[number], *where, start, columns, segment)
                 start += columns
     placement.places.extend(places[number] for number in range(len(places)))
     placement.layouts.extend(sequences.layouts)

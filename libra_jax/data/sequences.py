@@ -43,7 +43,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ColumnLayout:
     """The columns of a sequence: of a plain rollout, a tree, or a part of a tree.
 
     Attributes:
@@ -74,8 +74,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Path:
-    """The `Layout` of a plain sequence: column j holds token j, and trains token j + 1. Its arrays are made when read,
-    because most of a batch's may belong to other processes."""
+    """The `ColumnLayout` of a plain sequence: column j holds token j, and trains token j + 1. Its arrays are made when
+    read, because most of a batch's may belong to other processes."""
 
     columns: int
     until_C: None = None

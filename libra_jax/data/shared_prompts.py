@@ -25,7 +25,7 @@ class Bundled:
       saved: columns that the rollout would take in addition if it computed its prompt.
     """
 
-    layout: sequences_lib.Layout
+    layout: sequences_lib.ColumnLayout
     follows: bool
     saved: int
 
@@ -65,7 +65,7 @@ def bundles(examples: Sequence[sequences_lib.Example], longest: int) -> dict[int
             if index == members[0]:
                 until_C = np.full(width, width, np.int32)
                 until_C[:shared] = bundle_columns
-                bundled = sequences_lib.Layout(layout.inputs_C, layout.targets_C, layout.positions_C, until_C)
+                bundled = sequences_lib.ColumnLayout(layout.inputs_C, layout.targets_C, layout.positions_C, until_C)
                 bundled_rollouts[index] = Bundled(bundled, False, 0)
                 continue
             until_C = np.full(width - shared, width - shared, np.int32)
@@ -73,7 +73,7 @@ def bundles(examples: Sequence[sequences_lib.Example], longest: int) -> dict[int
                 part[shared:] for part in (layout.inputs_C, layout.targets_C, layout.positions_C)
             )
             bundled_rollouts[index] = Bundled(
-                sequences_lib.Layout(inputs_C, targets_C, positions_C, until_C), True, shared
+                sequences_lib.ColumnLayout(inputs_C, targets_C, positions_C, until_C), True, shared
             )
     return bundled_rollouts
 

@@ -20,7 +20,7 @@ import numpy as np
 from libra_jax.data import sequences as sequences_lib
 
 
-def lay_out(tree: sequences_lib.Tree, mask_N: np.ndarray, longest: int) -> list[sequences_lib.Layout]:
+def lay_out(tree: sequences_lib.Tree, mask_N: np.ndarray, longest: int) -> list[sequences_lib.ColumnLayout]:
     """Returns the parts of a tree, each of at most `longest` columns; none if nothing is trained.
 
     Columns without an effect are left out: those of a segment after its last trained token, and after the last token
@@ -56,7 +56,7 @@ def trained_columns(tree: sequences_lib.Tree, mask_N: np.ndarray) -> dict[int, i
 
 
 def shared_columns(
-    tree: sequences_lib.Tree, mask_N: np.ndarray, layouts: Sequence[sequences_lib.Layout | sequences_lib.Path]
+    tree: sequences_lib.Tree, mask_N: np.ndarray, layouts: Sequence[sequences_lib.ColumnLayout | sequences_lib.Path]
 ) -> int:
     """Returns the columns that the segments would take in addition if each one computed its whole context."""
     separate_columns = sum(tree.shared[segment] + count for segment, count in trained_columns(tree, mask_N).items())
@@ -74,7 +74,7 @@ def _grown(tree: sequences_lib.Tree, segment: int, count: int, present_columns: 
     return added_columns
 
 
-def _part(tree: sequences_lib.Tree, needed: dict[int, int], trained_segments: set[int]) -> sequences_lib.Layout:
+def _part(tree: sequences_lib.Tree, needed: dict[int, int], trained_segments: set[int]) -> sequences_lib.ColumnLayout:
     """Lays out the first columns of each segment in `needed`, and trains those of `trained_segments`."""
     runs, ends, column = _runs(tree, needed), {}, 0
     inputs, targets, positions = [], [], []
@@ -92,7 +92,7 @@ def _part(tree: sequences_lib.Tree, needed: dict[int, int], trained_segments: se
         if (parent := tree.parents[segment]) != sequences_lib.NONE:
             ends[parent] = max(ends[parent], ends[segment])
     until_C = np.concatenate([np.full(end - first, ends[segment], np.int32) for segment, first, end in runs])
-    return sequences_lib.Layout(
+    return sequences_lib.ColumnLayout(
         np.concatenate(inputs),
         np.concatenate(targets),
         np.concatenate(positions),

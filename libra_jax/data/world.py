@@ -179,7 +179,7 @@ def agreeing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
-    """Raises LibraError, or PeerLost, with one sentence in place of an error of the devices."""
+    """Raises LibraError, or PeerLost, with one sentence instead of an error of the devices."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

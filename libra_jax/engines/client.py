@@ -10,7 +10,7 @@ from libra_jax.protocols import RolloutEngine
 from libra_jax.utils import typed_clients
 
 
-class EngineClient(typed_clients.ActorClient, protocols.EngineClient):
+class EngineActorClient(typed_clients.ActorClient, protocols.EngineClient):
     """A rollout engine, for one life of its processes. See `typed_clients.ActorClient` for the arguments."""
 
     def __init__(
@@ -18,29 +18,31 @@ class EngineClient(typed_clients.ActorClient, protocols.EngineClient):
     ) -> None:
         super().__init__(cluster, spec, limits, kind="engine")
 
-    start = typed_clients.Call("engine_start", "start", RolloutEngine.start)
-    health = typed_clients.Call("first_token", "answer a health check", RolloutEngine.health)
-    shutdown = typed_clients.Call("shutdown", "shut down", RolloutEngine.shutdown)
+    start = typed_clients.ClientMethod("engine_start", "start", RolloutEngine.start)
+    health = typed_clients.ClientMethod("first_token", "answer a health check", RolloutEngine.health)
+    shutdown = typed_clients.ClientMethod("shutdown", "shut down", RolloutEngine.shutdown)
 
     def generate(self, request: protocols.GenerationRequest) -> AsyncGenerator[protocols.TokenDelta, None]:
         return self._actor.stream(RolloutEngine.generate, request)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
-    pause = typed_clients.Call("weight_sync", "pause", RolloutEngine.pause)
-    resume = typed_clients.Call("weight_sync", "resume", RolloutEngine.resume)
-    init_weight_transfer = typed_clients.Call(
+    pause = typed_clients.ClientMethod("weight_sync", "pause", RolloutEngine.pause)
+    resume = typed_clients.ClientMethod("weight_sync", "resume", RolloutEngine.resume)
+    init_weight_transfer = typed_clients.ClientMethod(
         "weight_sync", "open its weight transport", RolloutEngine.init_weight_transfer
     )
-    start_weight_update = typed_clients.Call(
+    start_weight_update = typed_clients.ClientMethod(
         "weight_sync", "prepare for new weights", RolloutEngine.start_weight_update
     )
-    update_weights = typed_clients.Call("weight_sync", "load weight chunk {0.index}", RolloutEngine.update_weights)
-    finish_weight_update = typed_clients.Call(
+    update_weights = typed_clients.ClientMethod(
+        "weight_sync", "load weight chunk {0.index}", RolloutEngine.update_weights
+    )
+    finish_weight_update = typed_clients.ClientMethod(
         "weight_sync", "finish its weight update", RolloutEngine.finish_weight_update
     )
 
     # Switching sides ---------------------------------------------------------------------------------------------
 
-    sleep = typed_clients.Call("transition", "sleep", RolloutEngine.sleep)
-    wake = typed_clients.Call("transition", "wake up", RolloutEngine.wake)
+    sleep = typed_clients.ClientMethod("transition", "sleep", RolloutEngine.sleep)
+    wake = typed_clients.ClientMethod("transition", "wake up", RolloutEngine.wake)

@@ -74,7 +74,7 @@ def create(
             f"config.rollout.transport: {settings.transport!r} needs CUDA, which torch does not find here; use 'memfd'"
         )
     adapter = config_lib.parse(config_lib.LoraConfig, lora or {}, "model.lora.")
-    launch = vllm_launch.Launch(
+    launch = vllm_launch.EngineLaunch(
         name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid, adapter, return_routing
     )
     _check_accelerator(name, accelerator)
@@ -103,7 +103,7 @@ class VllmEngine(protocols.RolloutEngine):
         name: str,
         rollout: config_lib.RolloutConfig,
         tensor_parallel: int,
-        launch: vllm_launch.Launch,
+        launch: vllm_launch.EngineLaunch,
         update: vllm_weights.Checker,
         accelerator: str = "",
     ) -> None:
@@ -129,7 +129,7 @@ class VllmEngine(protocols.RolloutEngine):
         # The cluster may set other variables from then on.
         self._starting = loop.run_in_executor(vllm_launch.STARTER, self._launch.start, turns.ending())
         # If a deadline cancels this call, the start continues in its thread, and shutdown ends its processes. Its
-        # exception is retrieved here, because nobody awaits it then.
+        # exception is retrieved here, because no one awaits it then.
         self._starting.add_done_callback(lambda start: start.cancelled() or start.exception())
         self._engine = engine = await asyncio.shield(self._starting)
         for process in self._launch.processes:
@@ -216,7 +216,7 @@ class VllmEngine(protocols.RolloutEngine):
             queue = await engine.add_request(request.request_id, prompt, params, lora_request=self._lora_request)
             # Keep the state: vLLM forgets it when the request ends, perhaps before its last output is read here.
             state = engine.output_processor.request_states.get(queue.request_id)
-            sent, routing = 0, vllm_requests.Routing(state, len(request.token_ids) - request.routed_tokens)
+            sent, routing = 0, vllm_requests.RoutedExperts(state, len(request.token_ids) - request.routed_tokens)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished

@@ -113,7 +113,7 @@ def core_binding(cpu_cores: str, workers: int) -> str:
     return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(workers))
 
 
-class Launch:
+class EngineLaunch:
     """The processes of one engine. Methods block; `start` runs on `STARTER`.
 
     Its arguments are those of `vllm_engine.create`.

@@ -1,4 +1,4 @@
-"""The policy's adapter in vLLM's LoRA runtime, kept in a worker's memory in place of files.
+"""The policy's adapter in vLLM's LoRA runtime, kept in a worker's memory instead of files.
 
 Written against vLLM 0.32 (vllm/lora/worker_manager.py). vLLM loads an adapter from a directory when a request that
 names it is first scheduled, and drops all adapters at the end of each weight update. Here the weight transfer keeps the

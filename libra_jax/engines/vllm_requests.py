@@ -35,7 +35,7 @@ def sampling_params(sampling: protocols.SamplingParams, room: int, routed_tokens
     )
 
 
-class Routing:
+class RoutedExperts:
     """The experts of a request's tokens, as vLLM's state of the request collects them.
 
     vLLM 0.32 returns them with a request's last output only, and a request that moves or is cut off has none. Its state
@@ -69,7 +69,7 @@ def delta(completion: Any, state: Any, sent: int, routing: tuple[bytes, ...]) ->
 
     Args:
       completion: vLLM's output since the last one.
-      state: as for `Routing`.
+      state: as for `RoutedExperts`.
       sent: number of tokens before these.
       routing: experts of the next tokens.
     """

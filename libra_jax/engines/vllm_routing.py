@@ -18,7 +18,7 @@ from vllm.v1.worker import cpu_model_runner
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepRequests:
     """The requests of one step, as the collector reads them.
 
     Attributes:
@@ -49,7 +49,7 @@ class ModelRunner(cpu_model_runner.CPUModelRunner):
             batch = self.input_batch
             count = len(batch.req_ids)
             # Copies: the arrays are the runner's own, and `sample_tokens` changes them.
-            step = Batch(
+            step = StepRequests(
                 list(batch.req_ids),
                 self.query_start_loc.np[: count + 1].copy(),
                 batch.num_computed_tokens_cpu[:count].copy(),

@@ -17,7 +17,7 @@ ipc: the engines' workers run on the GPU that holds the snapshot. Torch counts t
 instance gets exports of its own.
 
 NOT RUN on CUDA, on any machine. `tests/weights/test_nccl_transport.py` runs nccl's path between processes on CPU, with
-gloo in place of NCCL's communicator and without CUDA streams: two trainer processes, two instances, vLLM's packed
+gloo instead of NCCL's communicator and without CUDA streams: two trainer processes, two instances, vLLM's packed
 broadcast on both ends. ipc's sending was not run.
 """
 
@@ -44,7 +44,7 @@ ABORT_SECONDS = 10.0
 
 
 class Tensors(Protocol):
-    """What is sent (`weights.device_snapshot.Stream`)."""
+    """What is sent (`weights.device_snapshot.TensorStream`)."""
 
     def metadata(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Returns name, wire dtype and shape of every tensor."""

@@ -93,7 +93,7 @@ class Checker:
             self._refuse(f"{len(self._indices)} of {self._count} weight chunks of version {version} came")
         if missing := sorted(set(self._expected) - self._names):
             self._refuse(f"version {version} lacks {missing[0]} ({len(missing)} tensors in all)")
-        # Until the workers confirm, nobody knows which weights they hold.
+        # Until the workers confirm, no one knows which weights they hold.
         self.version, self.frozen = None, ""
 
     def confirm(self) -> None:

@@ -81,7 +81,9 @@ class EarlyCalls:
     parser: formats.Scanner
     max_calls: int
     call_count: int = 0
-    running_calls: dict[int, tuple[formats.Call, asyncio.Task[protocols.ToolReturn]]] = field(default_factory=dict)
+    running_calls: dict[int, tuple[formats.WrittenCall, asyncio.Task[protocols.ToolReturn]]] = field(
+        default_factory=dict
+    )
 
     def hear(self, text: str) -> None:
         """Takes the next piece of the output, and starts the calls that the piece completes."""
@@ -190,7 +192,7 @@ class Dialogue:
                 return protocols.StepResult(tool_returns=returns, metrics=metrics)
         finally:
             if early is not None:
-                # Also after an error, or an early call that nobody took would run on into the next step.
+                # Also after an error, or an early call that no one took would run on into the next step.
                 await early.close()
         verdict = await deadlines.call(self._score, self._task, output, self._toolbox)
         if user_values.is_finite(verdict):
@@ -202,7 +204,7 @@ class Dialogue:
             )
         return protocols.StepResult(done=True, reward=verdict.reward, metrics={**metrics, **verdict.metrics})
 
-    def _calls(self, box: toolbox.Toolbox, output: str) -> list[formats.Call]:
+    def _calls(self, box: toolbox.Toolbox, output: str) -> list[formats.WrittenCall]:
         schemas = box.schemas()
         if not schemas:  # without tools, every output is an answer
             return []
@@ -210,7 +212,7 @@ class Dialogue:
         return [*parser.feed(output), *parser.finish()]
 
     async def _side_by_side(
-        self, box: toolbox.Toolbox, calls: Sequence[formats.Call], early: EarlyCalls | None
+        self, box: toolbox.Toolbox, calls: Sequence[formats.WrittenCall], early: EarlyCalls | None
     ) -> list[protocols.ToolReturn]:
         """Returns the results of the calls. Calls that are too slow are cut off before the whole step's deadline.
 
@@ -238,7 +240,7 @@ class Dialogue:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _run(
-        self, box: toolbox.Toolbox, place: int, call: formats.Call, early: EarlyCalls | None
+        self, box: toolbox.Toolbox, place: int, call: formats.WrittenCall, early: EarlyCalls | None
     ) -> protocols.ToolReturn:
         max_calls = self._tools.parallel
         problem = call.problem or (f"no more than {max_calls} calls run at once" if place >= max_calls else "")

@@ -39,7 +39,7 @@ _DEMONSTRATED_STEPS = 12
 
 
 @dataclass(frozen=True)
-class Settings:
+class GameSettings:
     """The game to play, and how to read it. `environment` documents the fields."""
 
     name: str
@@ -59,7 +59,7 @@ class Game:
       names: Names of the choices, in their order. Empty if moves are texts.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: GameSettings) -> None:
         self._settings = settings
         make = resolving.resolve(settings.make, f"{_FIELD}.make")
         try:
@@ -167,10 +167,10 @@ class GymTextEnvironment:
     If moves are choices, it demonstrates their format with random moves.
     """
 
-    def __init__(self, settings: Settings, system: str, choices: bool) -> None:
+    def __init__(self, settings: GameSettings, system: str, choices: bool) -> None:
         self._settings, self._system = settings, system
         self._game: Game | None = None
-        self._tally = episodes.Tally(settings.reward, settings.max_steps)
+        self._tally = episodes.EpisodeTally(settings.reward, settings.max_steps)
         if choices:
             self.demonstration: Callable[[protocols.Task], Sequence[protocols.Message]] = self._random_episode
 
@@ -178,7 +178,7 @@ class GymTextEnvironment:
         """Returns the system message, if any, and the first observation."""
         # A replay that differed resets the same environment again.
         await self.close()
-        self._tally = episodes.Tally(self._settings.reward, self._settings.max_steps)
+        self._tally = episodes.EpisodeTally(self._settings.reward, self._settings.max_steps)
         making = asyncio.ensure_future(deadlines.off_loop(Game, self._settings))
         try:
             self._game = await asyncio.shield(making)
@@ -234,7 +234,7 @@ def _takes_choices(settings: str) -> bool:
 
     `settings` is JSON, which makes it a key for the cache.
     """
-    game = Game(Settings(**json.loads(settings)))
+    game = Game(GameSettings(**json.loads(settings)))
     try:
         game.reset(0)
     finally:
@@ -270,5 +270,5 @@ def environment(
     """
     config_lib.check_choice(answer, ("final", "whole"), f"{_FIELD}.answer")
     episodes.check_reward(reward, max_steps)
-    settings = Settings(name, dict(arguments or {}), make, list(actions), answer, observe, reward, max_steps)
+    settings = GameSettings(name, dict(arguments or {}), make, list(actions), answer, observe, reward, max_steps)
     return GymTextEnvironment(settings, system, _takes_choices(json.dumps(vars(settings))))

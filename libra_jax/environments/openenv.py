@@ -48,7 +48,7 @@ _FIELD = "task.environment_arguments"
 
 
 @dataclass(frozen=True)
-class Settings:
+class OpenEnvSettings:
     """Address of the server, and the format of actions and observations. `environment` documents the fields."""
 
     address: str
@@ -72,10 +72,10 @@ class _Refused(Exception):
 
 
 @dataclass
-class _Session:
+class _OpenEnvSession:
     """A connection to the server. It uses one of the server's sessions until it is closed."""
 
-    settings: Settings
+    settings: OpenEnvSettings
     resources: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
     socket: Any = None
 
@@ -152,17 +152,17 @@ class _Session:
 class OpenEnvEnvironment:
     """The environment of one rollout: an episode in its own session."""
 
-    def __init__(self, settings: Settings, system: str) -> None:
+    def __init__(self, settings: OpenEnvSettings, system: str) -> None:
         self._settings, self._system = settings, system
-        self._session: _Session | None = None
-        self._tally = episodes.Tally(settings.reward, settings.max_steps)
+        self._session: _OpenEnvSession | None = None
+        self._tally = episodes.EpisodeTally(settings.reward, settings.max_steps)
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the system message, if any, and the first observation."""
         # A replay that differed resets the same environment again.
         await self.close()
-        self._tally = episodes.Tally(self._settings.reward, self._settings.max_steps)
-        self._session = _Session(self._settings)
+        self._tally = episodes.EpisodeTally(self._settings.reward, self._settings.max_steps)
+        self._session = _OpenEnvSession(self._settings)
         data = await self._session.reset(task.payload["seed"])
         return question.opening(self._observation_text(data), self._system)
 
@@ -260,7 +260,7 @@ def environment(
     episodes.check_reward(reward, max_steps)
     config_lib.check(sessions > 0, f"{_FIELD}.sessions", f"must be positive, not {sessions}")
     address = f"{schemes[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
-    settings = Settings(
+    settings = OpenEnvSettings(
         address, field, dict(constants or {}), answer, observe, reward, max_steps, sessions, dict(arguments or {})
     )
     return OpenEnvEnvironment(settings, system)

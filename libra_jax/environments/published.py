@@ -49,7 +49,7 @@ class Dataset:
 
     title: str
     columns: tuple[str, ...]
-    convert: Callable[[tables.Row], Record]
+    convert: Callable[[tables.TableRow], Record]
     flags: str
     needs: str = ""
 
@@ -98,7 +98,7 @@ _POSED = ("prompt", "issue", "project")
 _RIGHT = ("answer", "tests", "fail_to_pass")
 
 
-def _value(row: tables.Row, column: str, dataset: str) -> Any:
+def _value(row: tables.TableRow, column: str, dataset: str) -> Any:
     source = DATASETS[dataset]
     return tables.value(row, column, f" ({dataset} is {source.title}, with the columns {', '.join(source.columns)})")
 
@@ -120,7 +120,7 @@ def _json(value: Any, kind: type, reason: str) -> Any:
     return content
 
 
-def _dapo(row: tables.Row) -> Record:
+def _dapo(row: tables.TableRow) -> Record:
     prompt = _value(row, "prompt", "dapo_math")
     answer = _value(row, "reward_model.ground_truth", "dapo_math")
     messages = prompt if isinstance(prompt, list) else [None]
@@ -134,7 +134,7 @@ def _dapo(row: tables.Row) -> Record:
     }
 
 
-def _search_r1(row: tables.Row) -> Record:
+def _search_r1(row: tables.TableRow) -> Record:
     golden = _value(row, "golden_answers", "search_r1")
     answers = [text.strip() for text in golden or () if isinstance(text, str) and text.strip()]
     if not answers:
@@ -148,7 +148,7 @@ def _search_r1(row: tables.Row) -> Record:
     }
 
 
-def _r2e_gym(row: tables.Row) -> Record:
+def _r2e_gym(row: tables.TableRow) -> Record:
     result = _json(_value(row, "execution_result_content", "r2e_gym"), dict, _NO_TESTS)
     names, codes = result.get("test_file_names"), result.get("test_file_codes")
     if not (isinstance(names, list) and isinstance(codes, list) and names and len(names) == len(codes)):

@@ -41,7 +41,7 @@ class _Repair:
     most_bytes: int
     grader: grading.Grader
 
-    async def _snapshot(self, task: protocols.Task) -> snapshots.Snapshot:
+    async def _snapshot(self, task: protocols.Task) -> snapshots.RepositorySnapshot:
         field = "files" if "files" in task.payload else "repository"
         return await deadlines.off_loop(snapshots.of_task, task, field, self.most_bytes)
 

@@ -109,7 +109,7 @@ def environment(
     )
     # Hidden tests judge all files, not a choice of them.
     collect = ("*",) if score == scoring.TESTS and not collect else tuple(collect)
-    settings = commands.Settings(
+    settings = commands.ProgramSettings(
         seconds, output_bytes, collect, most_mib * 2**20, tuple(fields), dict(variables or {}), files, workspace
     )
     if callable:
@@ -136,8 +136,8 @@ def environment(
 
 
 def _of_callable(
-    name: str, python: str, arguments: Mapping[str, Any], search: Sequence[str], settings: commands.Settings
-) -> jobs.Runner:
+    name: str, python: str, arguments: Mapping[str, Any], search: Sequence[str], settings: commands.ProgramSettings
+) -> jobs.AgentRunner:
     if not python:
         config_lib.check(not settings.variables, f"{_FIELD}.variables", "need 'python': the run's process has its own")
         function = resolving.resolve(name, f"{_FIELD}.callable", asynchronous=True)
@@ -155,9 +155,9 @@ def _of_command(
     container: str,
     sandbox: bool,
     options: Sequence[str],
-    settings: commands.Settings,
+    settings: commands.ProgramSettings,
     tools: toolkit.Toolkit | None,
-) -> jobs.Runner:
+) -> jobs.AgentRunner:
     words = command if isinstance(command, str) else [str(word) for word in command]
     if sandbox:
         return confined.Confined(words, settings, _needed(tools, "sandbox"))
@@ -168,7 +168,7 @@ def _of_command(
     runtime = shutil.which("podman") or shutil.which("docker")
     if runtime is None:
         raise protocols.ConfigError(f"config.{_FIELD}.container: needs podman or docker, and neither is here")
-    return commands.Command(words, settings, commands.Container(runtime, container, tuple(options)))
+    return commands.Command(words, settings, commands.CommandContainer(runtime, container, tuple(options)))
 
 
 @functools.cache
@@ -196,8 +196,8 @@ def _scorer(
     files: str,
     partial: bool,
     seconds: float,
-    settings: commands.Settings,
-) -> scoring.Scorer:
+    settings: commands.ProgramSettings,
+) -> scoring.RolloutScorer:
     if score == scoring.VERDICT:
         return scoring.OwnVerdict()
     if score == scoring.TESTS:

@@ -45,7 +45,7 @@ _END_ALL = "kill -9 -1"
 
 @dataclass(frozen=True)
 class InContainer:
-    """Runs agent and tests in the task's own container, by podman or docker. See `jobs.Runner`.
+    """Runs agent and tests in the task's own container, by podman or docker. See `jobs.AgentRunner`.
 
     Attributes:
       command: the agent's command, whose program the image has.
@@ -56,13 +56,13 @@ class InContainer:
     """
 
     command: Sequence[str] | str
-    settings: commands.Settings
+    settings: commands.ProgramSettings
     runtime: str
     options: Sequence[str]
     build_seconds: float
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
-        """See `jobs.Runner`."""
+        """See `jobs.AgentRunner`."""
         payload, root = job.task.payload, job.root
         for name in _LOGS:
             (root / "logs" / name).mkdir(parents=True)
@@ -133,7 +133,7 @@ class InContainer:
         await self._call(job, [self.runtime, "rm", "--force", name], processes.REAP_SECONDS, "")
 
 
-def _seconds(settings: commands.Settings, payload: Mapping[str, Any]) -> float:
+def _seconds(settings: commands.ProgramSettings, payload: Mapping[str, Any]) -> float:
     return min(settings.seconds, payload["agent_seconds"] or math.inf)
 
 
@@ -214,7 +214,7 @@ def environment(
         config_lib.check(0 < number < math.inf, f"{_FIELD}.{name}", f"must be positive and finite, not {number}")
     config_lib.check_choice(overdue, ("crash", "score"), f"{_FIELD}.overdue")
     words = command if isinstance(command, str) else [str(word) for word in command]
-    settings = commands.Settings(seconds, output_bytes, variables=dict(variables or {}))
+    settings = commands.ProgramSettings(seconds, output_bytes, variables=dict(variables or {}))
     runtime = shutil.which("podman") or shutil.which("docker")
     if runtime is None:
         raise protocols.ConfigError(

@@ -136,7 +136,7 @@ def failure(message: str, errors: str, reason: str = "") -> protocols.Environmen
     return protocols.AgentFailed(message, (last or "an exit status")[:60])
 
 
-class Runner(Protocol):
+class AgentRunner(Protocol):
     """Runs the agent of one rollout."""
 
     async def run(self, job: Job) -> Finished:

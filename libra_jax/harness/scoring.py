@@ -19,7 +19,7 @@ _SERVICES = re.compile(r"Connect|gaierror|InternalServer|RateLimit|Overloaded|Ne
 """In the name of a scorer's error: a service failed, such as a judge. A time-out may be due to what the agent left."""
 
 
-class Scorer(Protocol):
+class RolloutScorer(Protocol):
     """Scores one finished rollout."""
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypedDict
 
 from libra_jax import protocols
 from libra_jax.hybrid import pool, switching, training_sides, transitions, worker_shares
-from libra_jax.hybrid.pool import State
+from libra_jax.hybrid.pool import WorkerState
 from libra_jax.utils import run_context
 
 READY_MARGIN, READY_SHARE = 1.5, 0.1
@@ -32,8 +32,8 @@ class HybridState(TypedDict):
     """Measured speed of each worker relative to the core."""
 
 
-class Engine(Protocol):
-    """One rollout instance, as far as hybrid workers look at it (`coordinator.instances.Engine`)."""
+class InstanceView(Protocol):
+    """One rollout instance, as far as hybrid workers look at it (`coordinator.instances.RolloutInstance`)."""
 
     @property
     def name(self) -> str: ...
@@ -49,18 +49,18 @@ class Engine(Protocol):
     def devices(self) -> int: ...
 
 
-class Engines(transitions.Engines, Protocol):
+class InstancesView(transitions.TransitionEngines, Protocol):
     """All rollout instances, the workers' engines included (`coordinator.instances.Instances`)."""
 
     @property
-    def engines(self) -> Mapping[str, Engine]: ...
+    def engines(self) -> Mapping[str, InstanceView]: ...
     def serving(self) -> Sequence[protocols.Instance]:
         """Returns the instances on which requests may be placed."""
         ...
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSeconds:
     """What a training step took, in seconds.
 
     Attributes:
@@ -80,7 +80,7 @@ class Step:
     ahead: float = 0.0
 
 
-class Taken(NamedTuple):
+class StepMeans(NamedTuple):
     """Seconds of a step: in total, of training, of waiting for its batch, and of rollout on the present slots."""
 
     step: float
@@ -102,10 +102,10 @@ class MeasuredSteps:
 
     def __init__(self, staleness: int) -> None:
         self._synchronous = staleness == 0
-        self._taken: collections.deque[Taken] = collections.deque(maxlen=staleness + 1)
+        self._taken: collections.deque[StepMeans] = collections.deque(maxlen=staleness + 1)
         self.call_seconds: float | None = None
 
-    def after(self, step: Step, slots: int, *, disturbed: bool) -> tuple[Taken, bool]:
+    def after(self, step: StepSeconds, slots: int, *, disturbed: bool) -> tuple[StepMeans, bool]:
         """Takes a step in. Returns the mean of the measured steps, and whether enough were measured.
 
         Enough were measured if the newest step trained only on groups begun under the present arrangement. The mean is
@@ -121,15 +121,15 @@ class MeasuredSteps:
             self._taken.clear()
         elif self._synchronous:
             # Training and rollout wait for each other.
-            self._taken.append(Taken(step.total, step.train, step.rollout, step.rollout))
+            self._taken.append(StepMeans(step.total, step.train, step.rollout, step.rollout))
         else:
             # Slot seconds over slots: the seconds that rollout needs if every slot is always in use.
             busy = step.streams / slots if slots else step.rollout
-            self._taken.append(Taken(step.total, step.train, step.wait, busy))
+            self._taken.append(StepMeans(step.total, step.train, step.wait, busy))
         self.call_seconds = step.train - step.ahead if self._taken else None
         if not self._taken:
-            return Taken(0.0, 0.0, 0.0, 0.0), False
-        mean = Taken(*map(statistics.fmean, zip(*self._taken, strict=True)))
+            return StepMeans(0.0, 0.0, 0.0, 0.0), False
+        mean = StepMeans(*map(statistics.fmean, zip(*self._taken, strict=True)))
         return mean, len(self._taken) == self._taken.maxlen
 
 
@@ -167,7 +167,7 @@ class HybridWorkers:
         self,
         run: run_context.RunContext,
         *,
-        engines: Engines,
+        engines: InstancesView,
         sides: training_sides.TrainingSides,
         trainer: protocols.TrainerClient,
         core_devices: int,
@@ -184,7 +184,7 @@ class HybridWorkers:
         self._names = [engine.name for engine in engines.engines.values() if engine.hybrid]
         self._floor = config.elastic.floor
         limits = transitions.limits(config.deadlines)
-        self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=run.clock())
+        self.pool = pool.HybridPool(self._names, limits, config.elastic.restarts, now=run.clock())
         self._switching = switching.Switching(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
         )
@@ -238,7 +238,7 @@ class HybridWorkers:
                 self._log.useful(name, "first_step", now, stall=metrics.get("shares/wait_seconds", 0.0))
             elif isinstance(error, protocols.WorkerLost | protocols.DeadlineMissed):
                 self._transitions.failed(worker.ticket, str(error))
-            elif worker.state is State.TRAINING:
+            elif worker.state is WorkerState.TRAINING:
                 why = (
                     f"its share of step {self._transitions.step + 1} was not there in time"
                     if error is None
@@ -248,16 +248,16 @@ class HybridWorkers:
 
     # Decisions --------------------------------------------------------------------------------------------------
 
-    def after(self, step: int, took: Step) -> Mapping[str, float]:
+    def after(self, step: int, took: StepSeconds) -> Mapping[str, float]:
         """Decides whether workers switch after a step. Returns the step's metrics of the pool."""
         self._transitions.step = step
         # The first token of each engine that has returned to rollout ends the record of its transition.
-        for name in self._log.waiting(State.ROLLOUT):
+        for name in self._log.waiting(WorkerState.ROLLOUT):
             answered = self._engines.engines[name].answered
             if answered is not None:
                 self._log.useful(name, "first_token", answered)
         for worker in self.pool.workers:
-            if worker.state is State.TRAINING and not self._sides.follows(worker.name):
+            if worker.state is WorkerState.TRAINING and not self._sides.follows(worker.name):
                 self._transitions.failed(worker.ticket, "it could not be given the parameters that are out.")
         moving = self._coming is not None or any(not worker.at_rest for worker in self.pool.workers)
         # A switch, or an engine of the core that came or went, makes this step useless as a prediction of later steps.
@@ -289,7 +289,7 @@ class HybridWorkers:
         self._coming = None
         for name in coming.workers:
             staying = self._staying()
-            rolls_out = self.pool.worker(name).state is State.ROLLOUT and name in staying
+            rolls_out = self.pool.worker(name).state is WorkerState.ROLLOUT and name in staying
             if rolls_out and len(staying) > self._floor and not self._scope.called:
                 self._transitions.begin(self.pool.switch_to_training(name, coming.why, self._clock()))
 
@@ -307,13 +307,15 @@ class HybridWorkers:
         self._disturbed = True
         if self._scope.called:
             return
-        returning = [worker for worker in self.pool.workers if worker.state in (State.LEAVING, State.ACTIVATING)]
+        returning = [
+            worker for worker in self.pool.workers if worker.state in (WorkerState.LEAVING, WorkerState.ACTIVATING)
+        ]
         short, now = self._floor - len(self._staying()) - len(returning), self._clock()
         if short >= 0:
             self._call_off()
         why = f"fewer than elastic.floor = {self._floor} instances are left to roll out"
         for worker in self.pool.workers:
-            if short <= 0 or worker.state not in (*pool.TO_TRAINING, State.TRAINING):
+            if short <= 0 or worker.state not in (*pool.TO_TRAINING, WorkerState.TRAINING):
                 continue
             self._recorder.note(f"Hybrid workers, {worker.name} comes back: {why}.")
             self._transitions.begin(self.pool.switch_to_rollout(worker.name, why, now))
@@ -321,14 +323,14 @@ class HybridWorkers:
 
     def _staying(self) -> list[str]:
         """Returns the names of serving instances that are not about to stop."""
-        going = [worker.name for worker in self.pool.workers if worker.state is State.DRAINING]
+        going = [worker.name for worker in self.pool.workers if worker.state is WorkerState.DRAINING]
         return [instance.name for instance in self._engines.serving() if instance.name not in going]
 
     def disturb(self) -> None:
         """Marks the step under way as no prediction of later steps, for instance because the trainer moves."""
         self._disturbed = True
 
-    def _sight(self, step: int, took: Step, *, disturbed: bool) -> switching.Sight:
+    def _sight(self, step: int, took: StepSeconds, *, disturbed: bool) -> switching.Sight:
         """Returns what `switching` decides by: means of the last undisturbed steps under the present arrangement."""
         serving = self._engines.serving()
         slots = {instance.name: instance.slots for instance in serving}
@@ -338,10 +340,10 @@ class HybridWorkers:
                 worker.name,
                 slots.get(worker.name) or (info.slots if (info := asleep[worker.name]) is not None else 0),
                 self._shares.speed[worker.name],
-                worker.state is State.TRAINING,
+                worker.state is WorkerState.TRAINING,
             )
             for worker in self.pool.workers
-            if worker.state is State.TRAINING or (worker.state is State.ROLLOUT and worker.name in slots)
+            if worker.state is WorkerState.TRAINING or (worker.state is WorkerState.ROLLOUT and worker.name in slots)
         )
         # A lost worker can only roll out, so it counts as part of the core.
         changing = {worker.name for worker in hybrid}
@@ -370,7 +372,7 @@ class HybridWorkers:
         self._disturbed = True
         why, now = "the trainer moved to other processes", self._clock()
         for worker in self.pool.workers:
-            if worker.state in (State.JOINING, State.TRAINING):
+            if worker.state in (WorkerState.JOINING, WorkerState.TRAINING):
                 self._transitions.begin(self.pool.switch_to_rollout(worker.name, why, now))
 
     # Records ----------------------------------------------------------------------------------------------------
@@ -378,7 +380,7 @@ class HybridWorkers:
     def devices(self) -> dict[str, int]:
         """Returns the devices of the workers, by their present pool."""
         counts = {"hybrid in training": 0, "hybrid in transition": 0, "hybrid in rollout": 0}
-        where = {State.TRAINING: "hybrid in training", State.ROLLOUT: "hybrid in rollout"}
+        where = {WorkerState.TRAINING: "hybrid in training", WorkerState.ROLLOUT: "hybrid in rollout"}
         for worker in self.pool.workers:
             pool_name = where.get(worker.state, "hybrid in transition")
             # A worker without a training side still rolls out.

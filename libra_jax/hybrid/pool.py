@@ -22,7 +22,7 @@ from typing import TypedDict
 from libra_jax import protocols
 
 
-class State(enum.StrEnum):
+class WorkerState(enum.StrEnum):
     """State of a worker, or the work in progress on it.
 
     Attributes:
@@ -48,27 +48,37 @@ class State(enum.StrEnum):
     FAILED = "failed"
 
 
-AT_REST = frozenset({State.ROLLOUT, State.TRAINING, State.FAILED})
+AT_REST = frozenset({WorkerState.ROLLOUT, WorkerState.TRAINING, WorkerState.FAILED})
 """States in which a worker stays until it is asked to change."""
 
-TO_TRAINING = (State.DRAINING, State.FETCHING, State.WARMING, State.JOINING)
+TO_TRAINING = (WorkerState.DRAINING, WorkerState.FETCHING, WorkerState.WARMING, WorkerState.JOINING)
 """States on the way to training, in which the switch can still be aborted."""
 
-UNDER_WAY = (*TO_TRAINING, State.LEAVING, State.ACTIVATING)
+UNDER_WAY = (*TO_TRAINING, WorkerState.LEAVING, WorkerState.ACTIVATING)
 """States with work in progress, each with its deadline."""
 
-_ROUND = (State.ROLLOUT, *TO_TRAINING, State.TRAINING, State.LEAVING, State.ACTIVATING, State.ROLLOUT)
+_ROUND = (
+    WorkerState.ROLLOUT,
+    *TO_TRAINING,
+    WorkerState.TRAINING,
+    WorkerState.LEAVING,
+    WorkerState.ACTIVATING,
+    WorkerState.ROLLOUT,
+)
 
-NEXT: Mapping[State, State] = {**dict(itertools.pairwise(_ROUND)), State.FAILED: State.ACTIVATING}
+NEXT: Mapping[WorkerState, WorkerState] = {
+    **dict(itertools.pairwise(_ROUND)),
+    WorkerState.FAILED: WorkerState.ACTIVATING,
+}
 """The next state once a state's work is done or, at rest, once the worker is asked to change."""
 
-LEGAL: Mapping[State, frozenset[State]] = {
+LEGAL: Mapping[WorkerState, frozenset[WorkerState]] = {
     state: frozenset(
         {NEXT[state]}
-        | ({State.LEAVING} if state in TO_TRAINING else set())
-        | ({State.FAILED} if state is not State.FAILED else set())
+        | ({WorkerState.LEAVING} if state in TO_TRAINING else set())
+        | ({WorkerState.FAILED} if state is not WorkerState.FAILED else set())
     )
-    for state in State
+    for state in WorkerState
 }
 """All legal transitions."""
 
@@ -110,12 +120,12 @@ class Ticket:
     """
 
     worker: str
-    state: State
+    state: WorkerState
     serial: int
 
 
 @dataclass(frozen=True)
-class Worker:
+class HybridWorker:
     """A worker as it is now, with its present transition or, at rest, its last one.
 
     Attributes:
@@ -134,7 +144,7 @@ class Worker:
     """
 
     name: str
-    state: State
+    state: WorkerState
     since: float
     limit: float = math.inf
     serial: int = 0
@@ -142,9 +152,9 @@ class Worker:
     restarts: int = 0
     lost: bool = False
     reason: str = ""
-    origin: State = State.ROLLOUT
+    origin: WorkerState = WorkerState.ROLLOUT
     began: float = 0.0
-    phases: tuple[tuple[State, float], ...] = ()
+    phases: tuple[tuple[WorkerState, float], ...] = ()
 
     @property
     def ticket(self) -> Ticket:
@@ -159,7 +169,7 @@ class Worker:
     @property
     def idle_seconds(self) -> float:
         """Seconds of the transition in which its devices served neither side. A draining engine still serves."""
-        return sum(seconds for state, seconds in self.phases if state is not State.DRAINING)
+        return sum(seconds for state, seconds in self.phases if state is not WorkerState.DRAINING)
 
     def record(self) -> TransitionRecord:
         """Returns the worker's part of a line of `transitions.jsonl`, once it is at rest. The log adds the bytes."""
@@ -174,7 +184,7 @@ class Worker:
         }
 
 
-class Pool:
+class HybridPool:
     """All hybrid workers of a run. Each starts in rollout and makes at most one transition at a time.
 
     Not thread-safe: the pool belongs to one event loop. `now` is that loop's time in seconds, and never goes back.
@@ -193,7 +203,7 @@ class Pool:
     """
 
     def __init__(
-        self, workers: Sequence[str], limits: Mapping[State, float], restarts: int, *, now: float = 0.0
+        self, workers: Sequence[str], limits: Mapping[WorkerState, float], restarts: int, *, now: float = 0.0
     ) -> None:
         if len(set(workers)) < len(workers):
             raise protocols.LibraError(f"hybrid workers need names of their own, not {', '.join(workers)}")
@@ -206,14 +216,14 @@ class Pool:
         self._limits = dict(limits)
         self._restarts = restarts
         self.generation = NO_GENERATION
-        self._workers = {name: Worker(name, State.ROLLOUT, now, began=now) for name in workers}
+        self._workers = {name: HybridWorker(name, WorkerState.ROLLOUT, now, began=now) for name in workers}
 
     @property
-    def workers(self) -> tuple[Worker, ...]:
+    def workers(self) -> tuple[HybridWorker, ...]:
         """All workers, in the given order."""
         return tuple(self._workers.values())
 
-    def worker(self, name: str) -> Worker:
+    def worker(self, name: str) -> HybridWorker:
         """Returns the worker as it is now. Later changes do not show in the result.
 
         Raises:
@@ -227,26 +237,28 @@ class Pool:
 
     def training(self) -> dict[str, int]:
         """Returns the workers in training, with the membership generation of each."""
-        return {worker.name: worker.generation for worker in self.workers if worker.state is State.TRAINING}
+        return {worker.name: worker.generation for worker in self.workers if worker.state is WorkerState.TRAINING}
 
     # Requests to a worker. Each method returns the worker with the ticket of its first work. It raises LibraError, and
     # changes nothing, if the worker's state does not allow the request.
 
-    def switch_to_training(self, name: str, reason: str, now: float) -> Worker:
+    def switch_to_training(self, name: str, reason: str, now: float) -> HybridWorker:
         """Switches a worker from rollout to training."""
-        return self._enter(self._found(name, "switch to training", State.ROLLOUT), State.DRAINING, reason, now)
+        return self._enter(
+            self._found(name, "switch to training", WorkerState.ROLLOUT), WorkerState.DRAINING, reason, now
+        )
 
-    def switch_to_rollout(self, name: str, reason: str, now: float) -> Worker:
+    def switch_to_rollout(self, name: str, reason: str, now: float) -> HybridWorker:
         """Switches a worker to rollout: from training, or on its way there, which aborts that switch."""
-        worker = self._found(name, "switch to rollout", *TO_TRAINING, State.TRAINING)
-        if worker.state is not State.TRAINING:
+        worker = self._found(name, "switch to rollout", *TO_TRAINING, WorkerState.TRAINING)
+        if worker.state is not WorkerState.TRAINING:
             # The same transition goes on, so its record tells both reasons.
             reason = f"{worker.reason}; aborted: {reason}"
-        return self._enter(worker, State.LEAVING, reason, now)
+        return self._enter(worker, WorkerState.LEAVING, reason, now)
 
-    def recover(self, name: str, now: float) -> Worker:
+    def recover(self, name: str, now: float) -> HybridWorker:
         """Restarts a failed worker into rollout."""
-        worker = self._found(name, "be restarted", State.FAILED)
+        worker = self._found(name, "be restarted", WorkerState.FAILED)
         if worker.lost:
             raise protocols.LibraError(
                 f"{name} is lost: it was brought back {worker.restarts} times, as often as elastic.restarts allows, "
@@ -254,11 +266,11 @@ class Pool:
             )
         # Counted at the restart, so that a worker at its limit is lost at its next failure.
         worker = dataclasses.replace(worker, restarts=worker.restarts + 1)
-        return self._enter(worker, State.ACTIVATING, f"restart {worker.restarts} of {self._restarts}", now)
+        return self._enter(worker, WorkerState.ACTIVATING, f"restart {worker.restarts} of {self._restarts}", now)
 
     # Outcomes of a piece of work.
 
-    def advance(self, ticket: Ticket, now: float) -> Worker | None:
+    def advance(self, ticket: Ticket, now: float) -> HybridWorker | None:
         """Reports that the work is done.
 
         Returns:
@@ -278,7 +290,7 @@ class Pool:
             )
         return self._enter(worker, NEXT[worker.state], worker.reason, now)
 
-    def fail(self, ticket: Ticket, why: str, now: float) -> Worker | None:
+    def fail(self, ticket: Ticket, why: str, now: float) -> HybridWorker | None:
         """Reports that the work failed or missed its deadline, or that a worker at rest broke.
 
         Returns:
@@ -291,7 +303,7 @@ class Pool:
         # An old ticket: another task drives the worker by now, or the worker has failed since.
         if worker.ticket != ticket:
             return None
-        return self._enter(worker, State.FAILED, why if worker.at_rest else f"{worker.reason}; {why}", now)
+        return self._enter(worker, WorkerState.FAILED, why if worker.at_rest else f"{worker.reason}; {why}", now)
 
     def restore(self, snapshot: PoolState) -> None:
         """Restores a new pool after a restart of the run: every worker is in rollout, and none has failed.
@@ -301,7 +313,7 @@ class Pool:
         """
         self.generation = max(self.generation, snapshot["generation"]) + 1
 
-    def _found(self, name: str, verb: str, *possible: State) -> Worker:
+    def _found(self, name: str, verb: str, *possible: WorkerState) -> HybridWorker:
         """Returns the worker if its state allows the request."""
         worker = self.worker(name)
         if worker.state not in possible:
@@ -310,15 +322,15 @@ class Pool:
             )
         return worker
 
-    def _enter(self, worker: Worker, state: State, reason: str, now: float) -> Worker:
+    def _enter(self, worker: HybridWorker, state: WorkerState, reason: str, now: float) -> HybridWorker:
         before = worker.state
         if state not in LEGAL[before]:
             raise protocols.LibraError(f"{worker.name} cannot go from {before} to {state}")
         # A worker draws its generation before it trains. The start and the end of training both change the set.
-        if state is State.JOINING or State.TRAINING in (before, state):
+        if state is WorkerState.JOINING or WorkerState.TRAINING in (before, state):
             self.generation += 1
         # Kept from joining to the end of training: the channel was opened under it.
-        kept = worker.generation if state is State.TRAINING else NO_GENERATION
+        kept = worker.generation if state is WorkerState.TRAINING else NO_GENERATION
         entered = dataclasses.replace(
             worker,
             state=state,
@@ -326,8 +338,8 @@ class Pool:
             limit=self._limits.get(state, math.inf),
             # With the serial, every ticket of a former state or life is an old one.
             serial=worker.serial + 1,
-            generation=self.generation if state is State.JOINING else kept,
-            lost=state is State.FAILED and worker.restarts >= self._restarts,
+            generation=self.generation if state is WorkerState.JOINING else kept,
+            lost=state is WorkerState.FAILED and worker.restarts >= self._restarts,
             reason=reason,
             origin=before if worker.at_rest else worker.origin,
             began=now if worker.at_rest else worker.began,

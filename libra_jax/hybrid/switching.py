@@ -102,7 +102,7 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Decision:
+class SwitchDecision:
     """The decision of one look.
 
     Attributes:
@@ -124,7 +124,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class _Change:
+class _WorkerChange:
     """A change of the set of workers in training.
 
     Attributes:
@@ -199,11 +199,11 @@ class Switching:
     # Kinds that the last looks favoured, all equal.
     _said: list[Kind] = field(default_factory=list, init=False)
     # The last change, until its effect is measured, and the predicted seconds of each step since.
-    _promise: _Change | None = field(default=None, init=False)
+    _promise: _WorkerChange | None = field(default=None, init=False)
     _brought: list[float] = field(default_factory=list, init=False)
     _short: dict[tuple[frozenset[str], frozenset[str]], _Shortfall] = field(default_factory=dict, init=False)
 
-    def look(self, sight: Sight) -> Decision:
+    def look(self, sight: Sight) -> SwitchDecision:
         """Returns the decision after a training step."""
         config, step, rolling = self.config, sight.step, sight.instances(sight.training)
         if sight.training and rolling < config.floor:
@@ -213,7 +213,7 @@ class Switching:
             return self._change(sight, "to_rollout", (worker.name,), why, sight.step_seconds, sight.step_seconds)
         if sight.disturbed:
             why = "a change or a loss touched the step, which says nothing of those to come"
-            return Decision(step, "stay", (), why, sight.step_seconds, sight.step_seconds)
+            return SwitchDecision(step, "stay", (), why, sight.step_seconds, sight.step_seconds)
         now = predict(sight, sight.training, synchronous=self.synchronous)
         self._learn(sight, now)
         best = min(self._changes(sight), key=lambda change: change.seconds, default=None)
@@ -224,7 +224,7 @@ class Switching:
                 f"{config.cooldown} steps ago or before, and leaves elastic.floor = {config.floor} "
                 "instances that roll out"
             )
-            return Decision(step, "stay", (), why, sight.step_seconds, sight.step_seconds)
+            return SwitchDecision(step, "stay", (), why, sight.step_seconds, sight.step_seconds)
         gain = 100 * (1.0 - best.seconds / now) if now > 0 else 0.0
         side = "in training" if best.kind == "to_training" else "back in rollout"
         numbers = (
@@ -234,11 +234,11 @@ class Switching:
         )
         against = self._against(sight, best, now)
         if against is not None:
-            return Decision(step, "stay", (), f"{numbers}: {against}", now, best.seconds)
+            return SwitchDecision(step, "stay", (), f"{numbers}: {against}", now, best.seconds)
         self._promise = best
         return self._change(sight, best.kind, best.workers, numbers, now, best.seconds)
 
-    def _changes(self, sight: Sight) -> list[_Change]:
+    def _changes(self, sight: Sight) -> list[_WorkerChange]:
         """Returns the possible changes, of one worker or several past their cooldown, each with its promise."""
         before, changes = sight.training, []
         most = NEAR * sight.slots(before)
@@ -271,10 +271,10 @@ class Switching:
                     # again fades more slowly, by a half-life that doubles each time.
                     half_life = self.horizon * 2 ** (short.times - 1)
                     seconds *= 1.0 + (short.ratio - 1.0) * 0.5 ** ((sight.step - short.step) / half_life)
-                changes.append(_Change(kind, workers, before, after, predicted, seconds))
+                changes.append(_WorkerChange(kind, workers, before, after, predicted, seconds))
         return changes
 
-    def _against(self, sight: Sight, best: _Change, now: float) -> str | None:
+    def _against(self, sight: Sight, best: _WorkerChange, now: float) -> str | None:
         """Returns the reason against a change, or None. Counts the looks in favour."""
         config, saved = self.config, (now - best.seconds) * self.horizon
         # Patience counts looks in a row that favour the same kind.
@@ -293,11 +293,11 @@ class Switching:
 
     def _change(
         self, sight: Sight, kind: Kind, workers: tuple[str, ...], why: str, now: float, then: float
-    ) -> Decision:
+    ) -> SwitchDecision:
         self._said.clear()
         self._brought.clear()
         self._changed.update(dict.fromkeys(workers, sight.step))
-        return Decision(sight.step, kind, workers, why, now, then)
+        return SwitchDecision(sight.step, kind, workers, why, now, then)
 
     def _learn(self, sight: Sight, now: float) -> None:
         """Learns the effect of the last change, from the shortest of the first steps since: one may be slow."""

@@ -43,7 +43,7 @@ class TrainingSide:
     """
 
     spec: protocols.ActorSpec
-    client: hybrid_client.HybridClient | None = None
+    client: hybrid_client.HybridActorClient | None = None
     version: int = protocols.NO_VERSION
     follows: bool = False
     loading: asyncio.Task[None] | None = None
@@ -110,7 +110,7 @@ class TrainingSides:
         # Remains of a lost process hold the devices and the name.
         await self._stop(side)
         name = side.spec.name
-        client = hybrid_client.HybridClient(self._cluster, side.spec, self._limits)
+        client = hybrid_client.HybridActorClient(self._cluster, side.spec, self._limits)
         self._recorder.status(name, "starting its process")
         await client.make()
         self._recorder.status(name, "loading the model")
@@ -298,7 +298,7 @@ class TrainingSides:
 
     async def _stop(self, side: TrainingSide) -> None:
         try:
-            await hybrid_client.HybridClient(self._cluster, side.spec, self._limits).stop()
+            await hybrid_client.HybridActorClient(self._cluster, side.spec, self._limits).stop()
         except protocols.LibraError as error:
             self._recorder.note(f"{side.spec.name} could not be stopped cleanly: {error}")
 
@@ -313,7 +313,7 @@ def _forget(side: TrainingSide) -> None:
             loading.cancel()
 
 
-def _up(side: TrainingSide) -> hybrid_client.HybridClient:
+def _up(side: TrainingSide) -> hybrid_client.HybridActorClient:
     """Returns the training side's client. Raises WorkerLost if it has no process."""
     if side.client is None:
         raise protocols.WorkerLost(f"{side.spec.name} has no process")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.hybrid import pool, training_sides, worker_shares
-from libra_jax.hybrid.pool import State
+from libra_jax.hybrid.pool import WorkerState
 from libra_jax.utils import deadlines, run_context, turns
 
 
@@ -32,7 +32,7 @@ class TransitionLog:
     recorder: protocols.Recorder
     _pending: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
-    def rested(self, worker: pool.Worker, step: int, outcome: str, why: str, nbytes: int) -> float:
+    def rested(self, worker: pool.HybridWorker, step: int, outcome: str, why: str, nbytes: int) -> float:
         """Records that the worker is at rest. Returns the seconds of its transition.
 
         Args:
@@ -44,7 +44,7 @@ class TransitionLog:
         """
         self.write(worker.name)
         record = worker.record()
-        turned = worker.state is State.ROLLOUT and worker.origin is State.ROLLOUT
+        turned = worker.state is WorkerState.ROLLOUT and worker.origin is WorkerState.ROLLOUT
         start, end = record["start"], record["end"]
         self._pending[worker.name] = {
             **record,
@@ -60,7 +60,7 @@ class TransitionLog:
             self.write(worker.name)
         return end - start
 
-    def waiting(self, state: State) -> list[str]:
+    def waiting(self, state: WorkerState) -> list[str]:
         """Returns the workers in this state that wait for their first step or token."""
         return [name for name, record in self._pending.items() if record["to"] == state]
 
@@ -94,7 +94,7 @@ MARGIN_SECONDS = 10.0
 """Seconds by which a state's deadline exceeds the sum of the deadlines inside it."""
 
 
-class Engines(Protocol):
+class TransitionEngines(Protocol):
     """The rollout engines, as transitions call them."""
 
     async def sleep(self, name: str) -> None:
@@ -133,8 +133,8 @@ class Transitions:
         self,
         run: run_context.RunContext,
         *,
-        pool: pool.Pool,
-        engines: Engines,
+        pool: pool.HybridPool,
+        engines: TransitionEngines,
         sides: training_sides.TrainingSides,
         shares: worker_shares.Shares,
         trainer: protocols.TrainerClient,
@@ -156,7 +156,7 @@ class Transitions:
         self._received: dict[str, int] = {}
         self._idle: collections.deque[float] = collections.deque(maxlen=KNOWN_CHANGES)
 
-    def begin(self, worker: pool.Worker) -> None:
+    def begin(self, worker: pool.HybridWorker) -> None:
         """Starts a transition, and aborts the one from which the worker turns round."""
         before = self._drivers.get(worker.name)
         # A failed driver starts the next transition itself, and must not abandon itself.
@@ -168,7 +168,7 @@ class Transitions:
         driver = self._scope.start(self._drive(worker), f"transition of {worker.name}")
         self._drivers[worker.name] = driver
 
-    async def _drive(self, worker: pool.Worker) -> None:
+    async def _drive(self, worker: pool.HybridWorker) -> None:
         """Does the worker's work, state by state, until it is at rest."""
         while not worker.at_rest:
             name, ticket = worker.name, worker.ticket
@@ -193,33 +193,33 @@ class Transitions:
             self._events.announce(protocols.PoolsChanged())
         self._rested(worker, "done", "")
 
-    async def _work(self, worker: pool.Worker) -> None:
+    async def _work(self, worker: pool.HybridWorker) -> None:
         """Does the work of the worker's state."""
         name = worker.name
         match worker.state:
-            case State.DRAINING:
+            case WorkerState.DRAINING:
                 # First, while its engine still serves.
                 await self._sides.ensure(name)
                 await self._engines.sleep(name)
-            case State.FETCHING:
+            case WorkerState.FETCHING:
                 self._received[name] += await self._sides.fetch(name)
-            case State.WARMING:
+            case WorkerState.WARMING:
                 await self._sides.warm(name)
-            case State.JOINING:
+            case WorkerState.JOINING:
                 # From here on the worker reads every version, the one that came out while it compiled included.
                 self._sides.follow(name)
                 address = await self._trainer.listen(name, worker.generation)
                 await self._trainer.connect(name, worker.generation, address)
                 await self._sides.join(name, worker.generation, address)
-            case State.LEAVING:
+            case WorkerState.LEAVING:
                 # A step under way waits for its share.
                 with turns.queued():
                     await self._shares.wait(name)
                 await self._dismiss(name)
                 await self._sides.leave(name)
-            case State.ACTIVATING:
+            case WorkerState.ACTIVATING:
                 # A failed worker's training side may still hold the devices.
-                if worker.origin is State.FAILED:
+                if worker.origin is WorkerState.FAILED:
                     await self._dismiss(name)
                     await self._sides.end(name)
                 await self._engines.wake(name)
@@ -248,7 +248,7 @@ class Transitions:
                 f"Hybrid worker {worker.name} is lost: it failed {worker.restarts + 1} times (elastic.restarts), the "
                 f"last time: {error} From now on it only rolls out."
             )
-            # Nobody restarts it any more, so each part is ended on its own, no matter whether the others fail.
+            # No one restarts it any more, so each part is ended on its own, no matter whether the others fail.
             name = worker.name
             try:
                 await self._dismiss(name)
@@ -268,29 +268,29 @@ class Transitions:
         )
         self.begin(self._pool.recover(worker.name, self._clock()))
 
-    def _rested(self, worker: pool.Worker, outcome: str, why: str) -> None:
+    def _rested(self, worker: pool.HybridWorker, outcome: str, why: str) -> None:
         took = self.log.rested(worker, self.step, outcome, why, self._received.get(worker.name, 0))
         self._recorder.status(worker.name, f"hybrid worker: {worker.state}")
-        if worker.state is State.TRAINING:
+        if worker.state is WorkerState.TRAINING:
             self.ready_seconds = took
         # Only complete switches measure the cost; turns and failures do not.
-        if outcome == "done" and {worker.origin, worker.state} == {State.ROLLOUT, State.TRAINING}:
+        if outcome == "done" and {worker.origin, worker.state} == {WorkerState.ROLLOUT, WorkerState.TRAINING}:
             self._idle.append(worker.idle_seconds)
             self.idle_seconds = min(self._idle)
-        if worker.state is State.ROLLOUT:
+        if worker.state is WorkerState.ROLLOUT:
             self._engines.await_first_token(worker.name)
 
 
-def limits(deadline: config_lib.DeadlineConfig) -> dict[State, float]:
+def limits(deadline: config_lib.DeadlineConfig) -> dict[WorkerState, float]:
     """Returns each state's deadline. It exceeds the sum of the waits inside, so that their errors come first."""
     restart = 2 * deadline.trainer_start + deadline.weight_sync + deadline.shutdown  # of a training side
     return {
-        State.DRAINING: restart + 2 * deadline.transition + MARGIN_SECONDS,
-        State.FETCHING: training_sides.LOAD_VERBS * deadline.weight_sync + deadline.train_step + MARGIN_SECONDS,
-        State.WARMING: deadline.trainer_start + MARGIN_SECONDS,
-        State.JOINING: 2 * deadline.weight_sync + deadline.transition + MARGIN_SECONDS,
-        State.LEAVING: deadline.weight_sync + deadline.transition + deadline.shutdown + MARGIN_SECONDS,
-        State.ACTIVATING: 3 * deadline.weight_sync
+        WorkerState.DRAINING: restart + 2 * deadline.transition + MARGIN_SECONDS,
+        WorkerState.FETCHING: training_sides.LOAD_VERBS * deadline.weight_sync + deadline.train_step + MARGIN_SECONDS,
+        WorkerState.WARMING: deadline.trainer_start + MARGIN_SECONDS,
+        WorkerState.JOINING: 2 * deadline.weight_sync + deadline.transition + MARGIN_SECONDS,
+        WorkerState.LEAVING: deadline.weight_sync + deadline.transition + deadline.shutdown + MARGIN_SECONDS,
+        WorkerState.ACTIVATING: 3 * deadline.weight_sync
         + 2 * deadline.shutdown
         + 2 * deadline.transition
         + 2 * deadline.engine_start

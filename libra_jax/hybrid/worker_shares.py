@@ -27,7 +27,7 @@ An empty share measures nothing. Without growth, a worker that was slow for a wh
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ShareOutcome:
     """The outcome of a worker's share.
 
     Attributes:
@@ -78,7 +78,7 @@ class Shares:
 
     async def finish(
         self, shares: Sequence[protocols.Share], metrics: Mapping[str, float], seconds: float
-    ) -> list[Outcome]:
+    ) -> list[ShareOutcome]:
         """Returns the outcome of each share of a finished step. Measures speeds if all shares counted.
 
         Args:
@@ -96,7 +96,7 @@ class Shares:
             cancelled = task.done() and task.cancelled()
             error = task.exception() if task.done() and not cancelled else None
             counted = error is None and not cancelled and f"shares/late/{name}" not in metrics
-            outcomes.append(Outcome(name, counted, error))
+            outcomes.append(ShareOutcome(name, counted, error))
             if not counted:
                 deadlines.abandon(self._work.pop(name))
             elif task.done():

@@ -183,7 +183,7 @@ def context_heads(heads: int, kv_heads: int, context: int) -> ContextHeads:
 
 
 @dataclass(frozen=True)
-class Target:
+class CompileTarget:
     """Kind of device that a program is compiled for.
 
     Attributes:
@@ -196,11 +196,11 @@ class Target:
     capability: tuple[int, int] | None = None
 
 
-CPU = Target("cpu", (0, 0))
+CPU = CompileTarget("cpu", (0, 0))
 
 
 def choose_attention(
-    kernel: str, target: Target, tokens: int, head_dim: int, dtype: str, packed: bool, *, whole_rows: bool = True
+    kernel: str, target: CompileTarget, tokens: int, head_dim: int, dtype: str, packed: bool, *, whole_rows: bool = True
 ) -> str:
     """Returns the attention kernel to run: "chunked", "splash" or "cudnn".
 
@@ -245,7 +245,7 @@ GROUPED_STEP = 128
 """Grouped products need a model width and columns of an expert that are multiples of this number."""
 
 
-def choose_experts(target: Target, width: int, columns: int, dtype: str) -> str:
+def choose_experts(target: CompileTarget, width: int, columns: int, dtype: str) -> str:
     """Returns how a device computes its experts: "groups" (`expert_groups`) or "tiles" (`expert_tiles`).
 
     Args:

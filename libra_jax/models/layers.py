@@ -260,12 +260,12 @@ class SparseMLP(nnx.Module):
         self.shared_expert_gate = Linear(config.hidden_size, 1, False, ("router", "embed"), rngs) if shared else None
 
     def __call__(
-        self, x_BxTxD: jax.Array, routing: router.Given | None, sequences: Sequences, kernel: str
+        self, x_BxTxD: jax.Array, routing: router.GivenExperts | None, sequences: Sequences, kernel: str
     ) -> tuple[jax.Array, router.Losses]:
         logits_BxTxE = self.gate(x_BxTxD)
         chosen_BxTxK, share_BxTxK = router.choose(logits_BxTxE, self.experts_per_token, self.normalize, routing)
         of = self.experts
-        weights = expert_rows.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
+        weights = expert_rows.LayerExperts(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
         losses = router.losses(logits_BxTxE, chosen_BxTxK, *sequences)
         # Padding takes no expert: all of it would take the same ones, and find no place in the exchange.
         taken_BxTxK = jnp.where(sequences.segments_BxT[..., None] > 0, chosen_BxTxK, -1)
@@ -290,7 +290,7 @@ class DecoderLayer(nnx.Module):
         cos: jax.Array,
         sin: jax.Array,
         attend: attention.Attend,
-        routing: router.Given | None,
+        routing: router.GivenExperts | None,
         sequences: Sequences,
         expert_kernel: str,
     ) -> tuple[jax.Array, router.Losses | None]:

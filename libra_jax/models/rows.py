@@ -37,7 +37,7 @@ FULL = np.int64(-1)
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowShape:
     """The rows of a trainer.
 
     Attributes:
@@ -117,7 +117,7 @@ def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:
     return Fit(row_of, start_of, segment_of, length_of_row)
 
 
-def processed_columns(sequence_lengths: Sequence[int], shape: Shape) -> int:
+def processed_columns(sequence_lengths: Sequence[int], shape: RowShape) -> int:
     """Returns the columns that a training step computes, padding and empty rows included.
 
     Args:

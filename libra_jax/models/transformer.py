@@ -60,10 +60,12 @@ class ComputeOptions:
     attention: str = "auto"
     attention_chunk: int = 512
     packed: bool = True
-    target: feasibility.Target = feasibility.CPU
+    target: feasibility.CompileTarget = feasibility.CPU
 
     @classmethod
-    def from_config(cls, model: config_lib.ModelConfig, *, packed: bool, target: feasibility.Target) -> ComputeOptions:
+    def from_config(
+        cls, model: config_lib.ModelConfig, *, packed: bool, target: feasibility.CompileTarget
+    ) -> ComputeOptions:
         """Returns the options that a run's config requests, for rows and a device of this kind."""
         return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk, packed, target)
 
@@ -113,7 +115,7 @@ class Transformer(nnx.Module):
         positions_BxT: jax.Array,
         segments_BxT: jax.Array,
         options: ComputeOptions,
-        routing: router.Given | None,
+        routing: router.GivenExperts | None,
         lengths_BxM: jax.Array | None,
         until_BxT: jax.Array | None,
         tap: Tap | None = None,
@@ -202,7 +204,7 @@ def forward(
     tokens_BxT: jax.Array,
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
-    routing: router.Given | None = None,
+    routing: router.GivenExperts | None = None,
     lengths_BxM: jax.Array | None = None,
     until_BxT: jax.Array | None = None,
 ) -> jax.Array:
@@ -218,7 +220,7 @@ def forward_and_losses(
     tokens_BxT: jax.Array,
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
-    routing: router.Given | None = None,
+    routing: router.GivenExperts | None = None,
     lengths_BxM: jax.Array | None = None,
     until_BxT: jax.Array | None = None,
     tap: Tap | None = None,

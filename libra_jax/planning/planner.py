@@ -39,7 +39,7 @@ WAITED = 0.15
 
 
 @dataclass(frozen=True)
-class Measured:
+class ObservedStep:
     """Times of a training step, as the coordinator saw them.
 
     Attributes:
@@ -91,7 +91,7 @@ class GlobalPlanner:
     def __init__(
         self,
         config: config_lib.PlannerConfig,
-        setting: forecast.Setting,
+        setting: forecast.PlanConditions,
         plan: protocols.Plan,
         *,
         masks: Callable[[str | None], bool],
@@ -105,11 +105,13 @@ class GlobalPlanner:
         self._comparisons: collections.deque[_Comparison] = collections.deque(maxlen=LEVELS)
         profile = setting.profile
         self.levels = (
-            forecast.Levels() if profile is None else forecast.Levels(sync=profile.sync, between=profile.between)
+            forecast.CorrectionLevels()
+            if profile is None
+            else forecast.CorrectionLevels(sync=profile.sync, between=profile.between)
         )
         self._measured: set[str] = set() if profile is None else {"train", "rollout"}
         self._steps = 0
-        self._work: forecast.Work  # of the latest steps; `after` sets it before the first look
+        self._work: forecast.StepWork  # of the latest steps; `after` sets it before the first look
         self._expected: forecast.Prediction | None = None
         self._before: protocols.Plan | None = None
         rules = replanning.Rules(
@@ -138,7 +140,7 @@ class GlobalPlanner:
     def after(
         self,
         step: int,
-        measured: Measured,
+        measured: ObservedStep,
         trained: Sequence[protocols.Trajectory],
         *,
         may_move: bool = True,
@@ -182,7 +184,7 @@ class GlobalPlanner:
         self._expected = work.predict(self.plan, self.levels)
         return decision, metrics
 
-    def _learn(self, measured: Measured, trained: Sequence[protocols.Trajectory]) -> forecast.Work:
+    def _learn(self, measured: ObservedStep, trained: Sequence[protocols.Trajectory]) -> forecast.StepWork:
         """Returns the work of the latest steps, and updates the levels: measured seconds over the sheet's."""
         # Each segment of a rollout is a request, and a sequence of the trainer.
         requests = [
@@ -195,7 +197,7 @@ class GlobalPlanner:
         prompts, turns, is_trained = zip(
             *(one for step_requests in self._recent_requests for one in step_requests), strict=True
         )
-        work = forecast.Work(self._setting, prompts, turns, is_trained)
+        work = forecast.StepWork(self._setting, prompts, turns, is_trained)
         expected = work.predict(self.plan, self.levels)
         # A step that trained on nothing says nothing about training.
         if (
@@ -227,7 +229,7 @@ class GlobalPlanner:
             self._measured.add("rollout")
         return work
 
-    def _bare_rollout(self, measured: Measured, work: forecast.Work, expected: forecast.Prediction) -> float:
+    def _bare_rollout(self, measured: ObservedStep, work: forecast.StepWork, expected: forecast.Prediction) -> float:
         """Returns the seconds that rollout takes by the sheet, on the scale of what is measured of it: with overlap the
         whole step, in turn the wait of the trainer."""
         levels = self.levels
@@ -265,7 +267,7 @@ class GlobalPlanner:
         self._replanner.restore(plans.of_values(snapshot["plan"]), snapshot)
         before = snapshot.get("before")
         self._before = None if before is None else plans.of_values(before)
-        self.levels, self._measured = forecast.Levels(**snapshot["levels"]), set(snapshot["measured"])
+        self.levels, self._measured = forecast.CorrectionLevels(**snapshot["levels"]), set(snapshot["measured"])
         self._comparisons.clear()
         self._comparisons.extend(_Comparison(*comparison) for comparison in snapshot["taken"])
 

@@ -209,7 +209,7 @@ class Conversation(Protocol):
         come any time from then on. There are three other ends:
         - The caller closes the generator before the `Reply`, or is cancelled while it waits for an item. The tokens
           stay: the same request asked again continues from them.
-        - The caller closes the generator at the `Reply`: nobody knows whether the client has the answer. It does if a
+        - The caller closes the generator at the `Reply`: no one knows whether the client has the answer. It does if a
           later request continues it, or if the session ends without the same request asked again.
         - The caller throws `ClientGone` at the `Reply`. The same request asked again gets the same answer.
 

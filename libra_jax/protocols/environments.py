@@ -112,7 +112,7 @@ class Resumable(Protocol):
         ...
 
     async def restore(self, task: Task, state: Mapping[str, Any]) -> None:
-        """Opens the rollout at a snapshot, in place of `reset`. The policy has seen everything before it."""
+        """Opens the rollout at a snapshot, instead of `reset`. The policy has seen everything before it."""
         ...
 
 

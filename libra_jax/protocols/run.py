@@ -168,7 +168,7 @@ class Events:
         """Calls the event's handlers, none of which may wait. Raises the first error."""
         for handler in self._handlers[type(event)]:
             waits = inspect.isawaitable(handler(event))
-            # A coroutine that nobody awaits would silently not run.
+            # A coroutine that no one awaits would silently not run.
             assert not waits, f"a handler of {type(event).__name__} waits: deliver the event instead"
 
     async def deliver(self, event: object) -> None:

@@ -362,7 +362,7 @@ class MovableTrainer(Trainer, Protocol):
     """A trainer whose state other processes can take over (`trainer_control.handover`)."""
 
     async def stand_by(self) -> TrainerInfo:
-        """Builds the mesh in place of `start`, and waits for the state and the shapes of another trainer."""
+        """Builds the mesh instead of `start`, and waits for the state and the shapes of another trainer."""
         ...
 
     async def shapes(self) -> Sequence[ProgramShape]:

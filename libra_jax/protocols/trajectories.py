@@ -172,7 +172,7 @@ class Segment:
     The five columns `token_ids` to `policy_versions` hold the segment's own tokens, and always have the same length.
     Columns are C arrays: 14 bytes a token, a single copy where they cross processes, and numpy reads them in place.
     Other sequences of numbers are converted. A column equals arrays alone, never a list. It cannot grow while numpy
-    views of it are alive, and `bytes` gives its memory in place of its numbers.
+    views of it are alive, and `bytes` gives its memory instead of its numbers.
 
     Attributes:
       trajectory_id: id of the rollout, `<prompt_id>/<sample index>`, unique in a run.
@@ -192,7 +192,7 @@ class Segment:
       index: number of the segment in its rollout, from 0.
       parent: segment with whose context this one begins; None if it shares no token.
       shared: number of tokens shared with `parent`: the first ones of the parent's context.
-      reward: reward of the segment's tokens, compared with the group's rollouts in place of the rollout's reward; None:
+      reward: reward of the segment's tokens, compared with the group's rollouts instead of the rollout's reward; None:
         the rollout's reward.
       revision: number of times that own tokens were dropped or changed, rather than appended.
     """
@@ -348,7 +348,7 @@ class Trajectory(Segment):
         they are limited, or if the environment hears outputs.
       snapshot: latest snapshot from the environment.
       branches: the segments after the first one, by `index`, which is their position plus 1.
-      outline: counts in place of tokens, in a part of a batch (`BatchPart`); None: the tokens are here.
+      outline: counts instead of tokens, in a part of a batch (`BatchPart`); None: the tokens are here.
     """
 
     finish: str | None = None

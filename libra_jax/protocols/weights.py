@@ -56,7 +56,7 @@ class WeightChunk:
 
 @dataclass(frozen=True)
 class WeightDifference:
-    """What a relay may send in place of a chunk: its difference from the version before (`weights.differences`).
+    """What a relay may send instead of a chunk: its difference from the version before (`weights.differences`).
 
     Attributes:
       base: checksum of the chunk's bytes in the version before.
@@ -192,7 +192,7 @@ class Relay(Protocol):
         Args:
           chunk: the chunk.
           child: name of the receiving relay.
-          difference: what to send in place of the whole chunk. This relay has made it, or received it.
+          difference: what to send instead of the whole chunk. This relay has made it, or received it.
         """
         ...
 
@@ -201,7 +201,7 @@ class Relay(Protocol):
 
         Args:
           chunk: the chunk as described on the sending host.
-          difference: what arrives in place of the whole chunk.
+          difference: what arrives instead of the whole chunk.
 
         Raises:
           LibraError: no chunk, another chunk or a damaged chunk arrived, or this relay does not hold the chunk that

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RewardOutcome:
     """The result of a call.
 
     Attributes:
@@ -122,7 +122,7 @@ class RewardWorker:
         self._functions: dict[str, Function] = {}
         self._loop = _LoopThread("libra-rewards")
         self._running: set[object] = set()  # calls of plain functions that have not returned
-        self._given_up: set[object] = set()  # the calls of `_running` that nobody waits for
+        self._given_up: set[object] = set()  # the calls of `_running` that no one waits for
 
     async def start(self) -> dict[str, bool]:
         """Makes the functions. Returns for each whether it takes a transcript."""
@@ -130,7 +130,7 @@ class RewardWorker:
         self._functions = {name: function for name, (function, _) in pairs.items()}
         return {name: takes_transcript for name, (_, takes_transcript) in pairs.items()}
 
-    async def score(self, name: str, task: protocols.Task, rollout: str | scoring.Transcript) -> Outcome:
+    async def score(self, name: str, task: protocols.Task, rollout: str | scoring.Transcript) -> RewardOutcome:
         """Calls a function. The caller sets the deadline."""
         start = asyncio.get_running_loop().time()
         try:
@@ -142,7 +142,7 @@ class RewardWorker:
         except Exception as error:
             # One line, because it becomes part of a sentence.
             line = " ".join(resolving.raised(error).split())
-            return Outcome(problem=line if len(line) <= _LONGEST_PROBLEM else f"{line[:_LONGEST_PROBLEM]}...")
+            return RewardOutcome(problem=line if len(line) <= _LONGEST_PROBLEM else f"{line[:_LONGEST_PROBLEM]}...")
         seconds = asyncio.get_running_loop().time() - start
         # A function returns a number, or a number and metrics.
         metrics: Any = {}
@@ -155,9 +155,9 @@ class RewardWorker:
                 wrong = (
                     f"gave {user_values.shown(number)}, which" if metric is None else f"gave a metric {metric!r} that"
                 )
-                return Outcome(problem=f"{wrong} is not a finite number")
+                return RewardOutcome(problem=f"{wrong} is not a finite number")
             numbers.append(float(number))
-        return Outcome(numbers[0], dict(zip(names, numbers[1:], strict=True)), seconds)
+        return RewardOutcome(numbers[0], dict(zip(names, numbers[1:], strict=True)), seconds)
 
     async def trouble(self) -> str:
         """Returns why this actor should be replaced, as the end of a sentence. Empty if it should not be."""
@@ -229,7 +229,7 @@ class _LoopThread:
                 self._loop.run_until_complete(asyncio.wait(tasks, timeout=UNWIND_SECONDS))
         finally:
             self._loop.close()
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits for the end any more
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # no one waits for the end any more
                 self._ended.set_result(None)
 
     async def run(self, function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
@@ -271,7 +271,7 @@ class _Place:
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Pool:
+class RewardPool:
     """Sends calls to the least busy actor. Belongs to one event loop. Arguments: see `composition.open_scorer`."""
 
     def __init__(
@@ -294,7 +294,9 @@ class Pool:
         """Makes the actors. Returns for each function whether it takes a transcript."""
         return (await all_of(self._make(place) for place in self._places))[0]
 
-    async def ask(self, name: str, task: protocols.Task, rollout: str | scoring.Transcript, *, alone: bool) -> Outcome:
+    async def ask(
+        self, name: str, task: protocols.Task, rollout: str | scoring.Transcript, *, alone: bool
+    ) -> RewardOutcome:
         """Calls a function.
 
         Args:
@@ -327,7 +329,7 @@ class Pool:
                     if trouble := await _trouble(actor):
                         await self._give_up(place, actor, trouble)
                         raise Lost(problem) from None
-                    return Outcome(problem=problem)
+                    return RewardOutcome(problem=problem)
                 except protocols.WorkerLost as error:
                     await self._give_up(place, actor, f"is gone ({error})")
                     raise Lost("brought down the actor that ran it") from error
@@ -408,6 +410,6 @@ async def _trouble(actor: protocols.ActorHandle) -> str:
     try:
         return await deadlines.cancel_after(LOOK_SECONDS, actor.call(RewardWorker.trouble))
     except deadlines.Overdue:
-        return "answers nobody"
+        return "answers no one"
     except protocols.WorkerLost as error:
         return f"is gone ({error})"

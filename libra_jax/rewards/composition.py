@@ -40,7 +40,7 @@ async def open_scorer(
     if not reward.functions:
         yield None
         return
-    pool = actors.Pool(reward, cluster, note, start_seconds)
+    pool = actors.RewardPool(reward, cluster, note, start_seconds)
     try:
         yield ComposedReward(reward, pool, await pool.start())
     finally:
@@ -63,7 +63,7 @@ class ComposedReward:
     """
 
     def __init__(
-        self, reward: config_lib.RewardConfig, pool: actors.Pool, takes_transcript: Mapping[str, bool]
+        self, reward: config_lib.RewardConfig, pool: actors.RewardPool, takes_transcript: Mapping[str, bool]
     ) -> None:
         self._config = reward
         self._pool = pool
@@ -113,7 +113,7 @@ class ComposedReward:
             **further,
         }
 
-    async def _call(self, name: str, task: protocols.Task, rollout: str | scoring.Transcript) -> actors.Outcome:
+    async def _call(self, name: str, task: protocols.Task, rollout: str | scoring.Transcript) -> actors.RewardOutcome:
         """Calls a function until it succeeds, with at most `reward.retries` failures that are its own."""
         retries_left, alone = self._config.retries, False
         while True:

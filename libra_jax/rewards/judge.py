@@ -55,7 +55,7 @@ OWN_FIELDS = ("response", "text", "dialogue", "finish", "rubric", "lowest", "hig
 class Judge:
     """Asks a model for a score. `judge` documents the fields."""
 
-    endpoint: endpoints.Endpoint
+    endpoint: endpoints.ServerEndpoint
     request: Mapping[str, Any]
     prompt: string.Template
     fields: Mapping[str, str]
@@ -177,7 +177,7 @@ def judge(
       api_key_env: Environment variable with the key, which the actor reads. Empty if the endpoint needs no key.
       seconds: Deadline of one request in seconds.
       retries: Number of retries of a request that timed out, did not connect, or was refused for the moment (408, 409,
-        429, 5xx). See `endpoints.Endpoint` for the waits between them.
+        429, 5xx). See `endpoints.ServerEndpoint` for the waits between them.
       request: Further fields of the request. Defaults: temperature 0 and at most 1024 tokens.
     """
     endpoint = endpoints.create(

@@ -25,7 +25,7 @@ PROBE = "A teacher reads these words, and the numbers 1, 2 and 30."
 """Text that teacher and policy must split into the same tokens."""
 
 LONGEST_PAUSE = 8.0
-"""Longest wait between two tries of a request, in seconds (`endpoints.Endpoint`)."""
+"""Longest wait between two tries of a request, in seconds (`endpoints.ServerEndpoint`)."""
 
 ABOVE_ZERO = 1e-3
 """Largest value that rounding can make of a log-probability."""
@@ -35,7 +35,7 @@ OF_THE_MOMENT = (408, 409, 429)
 
 
 @dataclass
-class Teacher:
+class ServedTeacher:
     """Scores tokens with a model behind an endpoint. Implements `protocols.Teacher`.
 
     It asks `/v1/completions` for one token after a prompt of ids, with vLLM's `prompt_logprobs`. vLLM computes these at
@@ -50,7 +50,7 @@ class Teacher:
     """
 
     url: str
-    endpoint: endpoints.Endpoint
+    endpoint: endpoints.ServerEndpoint
     model: str
     seconds: float
     places: asyncio.Semaphore = field(repr=False)
@@ -182,7 +182,7 @@ def create(
     seconds: float = 60.0,
     retries: int = 3,
     concurrency: int = 32,
-) -> Teacher:
+) -> ServedTeacher:
     """Returns a teacher behind an endpoint. Call it inside the event loop that it serves.
 
     Args:
@@ -190,7 +190,7 @@ def create(
       model: name of the model at the endpoint; empty if it serves only one.
       api_key_env: environment variable with the key. Empty if the endpoint needs no key.
       seconds: deadline of one try of a request, in seconds.
-      retries: number of retries (`endpoints.Endpoint`).
+      retries: number of retries (`endpoints.ServerEndpoint`).
       concurrency: most requests under way.
     """
     name = f"{FIELD}_arguments"
@@ -204,7 +204,7 @@ def create(
         owner_prefix="the teacher's ",
     )
     total_seconds = (retries + 1) * seconds + retries * LONGEST_PAUSE
-    return Teacher(base_url, endpoint, model, total_seconds, asyncio.Semaphore(concurrency))
+    return ServedTeacher(base_url, endpoint, model, total_seconds, asyncio.Semaphore(concurrency))
 
 
 def check(config: config_lib.AlgorithmConfig) -> None:
@@ -212,7 +212,7 @@ def check(config: config_lib.AlgorithmConfig) -> None:
     resolving.check_arguments(create, f"{__name__}:create", _arguments(config), f"{FIELD}_arguments")
 
 
-def from_config(config: config_lib.AlgorithmConfig) -> Teacher:
+def from_config(config: config_lib.AlgorithmConfig) -> ServedTeacher:
     """Returns the config's teacher behind an endpoint. Asks no server. Raises ConfigError as `create`."""
     return resolving.call(create, f"{__name__}:create", _arguments(config), f"{FIELD}_arguments")
 
@@ -222,7 +222,9 @@ def _arguments(config: config_lib.AlgorithmConfig) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def open_teacher(config: config_lib.RunConfig, tokenizer: protocols.Tokenizer) -> AsyncIterator[Teacher | None]:
+async def open_teacher(
+    config: config_lib.RunConfig, tokenizer: protocols.Tokenizer
+) -> AsyncIterator[ServedTeacher | None]:
     """Yields the teacher of a run, once it can score; None unless it is behind an endpoint."""
     if not config.algorithm.teacher_served:
         yield None

@@ -22,7 +22,7 @@ slower, and not waited for."""
 
 
 @dataclass(frozen=True)
-class Example:
+class TrialRollout:
     """A rollout that no policy wrote.
 
     Attributes:
@@ -49,10 +49,10 @@ class Scored:
     """
 
     name: str
-    outcome: actors.Outcome
+    outcome: actors.RewardOutcome
     takes_transcript: bool
     slow: bool = False
-    silent: actors.Outcome | None = None
+    silent: actors.RewardOutcome | None = None
 
     @property
     def failed(self) -> bool:
@@ -61,7 +61,7 @@ class Scored:
         return bool(self.outcome.problem) and not perhaps
 
 
-def functions(reward: config_lib.RewardConfig, example: Example | None = None) -> list[Scored]:
+def functions(reward: config_lib.RewardConfig, example: TrialRollout | None = None) -> list[Scored]:
     """Makes each function once, and has the user's own ones score an example.
 
     Factories that take longer than `TRY_SECONDS` are left to the run. A function that takes longer than
@@ -106,14 +106,18 @@ def _receive_scores(peer: processes.Peer, allowed: float) -> Iterator[Scored]:
         if names:
             problem = f"took more than {patience:g} s" + (" (config.reward.seconds)" if allowed <= TRY_SECONDS else "")
             # Whether it would take more than it is allowed is not known.
-            yield Scored(names[0], actors.Outcome(problem=problem), takes_transcript=False, slow=allowed > TRY_SECONDS)
+            yield Scored(
+                names[0], actors.RewardOutcome(problem=problem), takes_transcript=False, slow=allowed > TRY_SECONDS
+            )
     except EOFError:
         if names:
-            outcome = actors.Outcome(problem=f"ended its process ({peer.exit_status(actors.CLOSE_SECONDS)})")
+            outcome = actors.RewardOutcome(problem=f"ended its process ({peer.exit_status(actors.CLOSE_SECONDS)})")
             yield Scored(names[0], outcome, takes_transcript=False)
 
 
-def _try_functions(answer: connection.Connection, reward: config_lib.RewardConfig, example: Example | None) -> None:
+def _try_functions(
+    answer: connection.Connection, reward: config_lib.RewardConfig, example: TrialRollout | None
+) -> None:
     """Makes the functions, and sends the first problem, or an empty text. Then sends their scores of the example."""
 
     async def body() -> None:

@@ -19,7 +19,7 @@ _FIELDS = {"step": "tool_seconds", "ready": "wait_seconds"}
 """Fields of `config.task` with the deadlines of methods. All other methods have `reset_seconds`."""
 
 
-class Environment:
+class DeadlineEnvironment:
     """The environment as the loop calls it. Check `optional` before a call of an optional method.
 
     Methods that are plain functions run on threads, so that the deadlines hold for them too. If the environment breaks,

@@ -14,7 +14,7 @@ from libra_jax.rollouts import deadline_environment, loop, progress, session, to
 from libra_jax.utils import deadlines, resolving, turns, user_code, user_values
 
 
-class Host:
+class SessionResources:
     """What sessions need beside their rollouts.
 
     Args:
@@ -55,7 +55,7 @@ _HINTS = ("temperature", "tool_choice", *(field.name for field in dataclasses.fi
 """Hints with a metric of their own, `hint/<name>`. Names of unknown fields are without number."""
 
 
-def _refusals(conversation: session.Session) -> str:
+def _refusals(conversation: session.RolloutSession) -> str:
     return (
         f"the endpoint refused {conversation.refusals} of its requests ({conversation.refusal}); "
         if conversation.refusals
@@ -64,7 +64,7 @@ def _refusals(conversation: session.Session) -> str:
 
 
 async def run_harness(
-    setup: loop.RolloutSetup, harness: protocols.Harness, host: Host, *, score_void: bool = False
+    setup: loop.RolloutSetup, harness: protocols.Harness, host: SessionResources, *, score_void: bool = False
 ) -> protocols.Trajectory:
     """Runs a rollout to its end, from the current state of its trajectory, and returns that same object.
 
@@ -97,7 +97,7 @@ class _HarnessRollout(loop.RolloutSetup):
     """A rollout that a harness drives, continued from the current state of its trajectory."""
 
     harness: protocols.Harness
-    host: Host
+    host: SessionResources
     name: str
     score_void: bool
 
@@ -105,7 +105,7 @@ class _HarnessRollout(loop.RolloutSetup):
         """Runs the harness, takes its outcome, and scores the rollout."""
         watch = progress.Stopwatch(self.trajectory, self.limits.rollout_seconds)
         read_status = getattr(self.harness, "status", None)
-        conversation = session.Session(
+        conversation = session.RolloutSession(
             self.trajectory,
             form=await self.host.form(),
             sampler=self.sampler,
@@ -147,7 +147,7 @@ class _HarnessRollout(loop.RolloutSetup):
     async def _wait(
         self,
         work: asyncio.Future[protocols.Outcome],
-        conversation: session.Session,
+        conversation: session.RolloutSession,
         watch: progress.Stopwatch,
         turn: turns.Turn,
     ) -> None:
@@ -173,7 +173,7 @@ class _HarnessRollout(loop.RolloutSetup):
                 raise protocols.AttemptVoided(str(problem))
             # Nothing wakes this wait when a queue ends, or when the first output is delivered.
             pause = min(allowed, limits.wait_seconds) / 8 if turn.queued else min(allowed - silent, limits.tool_seconds)
-            # The stopwatch starts at the first token, which wakes nobody here.
+            # The stopwatch starts at the first token, which wakes no one here.
             if limits.rollout_seconds:
                 pause = min(
                     pause, max(limits.rollout_seconds - self.trajectory.seconds, 0.0), limits.rollout_seconds / 8
@@ -207,7 +207,7 @@ class _HarnessRollout(loop.RolloutSetup):
         return outcome
 
     def _failed(
-        self, failure: protocols.AgentFailed | protocols.AttemptVoided, conversation: session.Session
+        self, failure: protocols.AgentFailed | protocols.AttemptVoided, conversation: session.RolloutSession
     ) -> protocols.Outcome:
         """Returns the outcome of a rollout that the agent's own side ended. Raises if the rollout is to be repeated."""
         sentence = f"{_refusals(conversation)}{failure}"
@@ -223,7 +223,7 @@ class _HarnessRollout(loop.RolloutSetup):
         self.host.remarks[f"attempts that left nothing to score, twice (reward 0): {reason}"] += 1
         return protocols.Outcome(0.0, {"agent_voided": 1.0})
 
-    async def _finish(self, conversation: session.Session, finish: str, outcome: protocols.Outcome) -> None:
+    async def _finish(self, conversation: session.RolloutSession, finish: str, outcome: protocols.Outcome) -> None:
         trajectory = self.trajectory
         self._set_segment_rewards(outcome)
         metrics = {name: float(value) for name, value in outcome.metrics.items()}
@@ -244,7 +244,7 @@ class _HarnessRollout(loop.RolloutSetup):
         if outcome.segment_rewards and self.reward is not None:
             raise self.crash(
                 "run",
-                "gave rewards of segments, and config.reward.functions scores whole rollouts in place of the harness: "
+                "gave rewards of segments, and config.reward.functions scores whole rollouts instead of the harness: "
                 "let one of the two score",
             )
         for index, value in outcome.segment_rewards.items():

@@ -13,7 +13,7 @@ from libra_jax.rollouts import record
 
 
 @dataclass(frozen=True)
-class Output:
+class ClientOutput:
     """An output that the client has.
 
     Attributes:
@@ -45,7 +45,7 @@ class PendingOutput:
 
 
 @dataclass(eq=False, kw_only=True)
-class Line(record.TokenRecord):
+class SegmentDialogue(record.TokenRecord):
     """The dialogue of one segment, as far as the client knows it: `position` own tokens hold its messages.
 
     Attributes:
@@ -61,7 +61,7 @@ class Line(record.TokenRecord):
 
     tools: tuple[protocols.ToolSpec, ...]
     messages: tuple[protocols.Message, ...]
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[ClientOutput] = field(default_factory=list)
     outstanding: bool = True
     pending_output: PendingOutput | None = None
     busy: bool = False

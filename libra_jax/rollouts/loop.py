@@ -98,7 +98,7 @@ async def run_rollout(setup: RolloutSetup, environment: protocols.Environment) -
       RewardFailed: The reward function broke, or gave a reward that is not a finite number.
     """
     trajectory = setup.trajectory
-    world = deadline_environment.Environment(environment, setup.task, setup.limits)
+    world = deadline_environment.DeadlineEnvironment(environment, setup.task, setup.limits)
     # A resumed rollout that had ended before: only its fresh environment is left to close.
     if trajectory.finish is not None and trajectory.reward is not None:
         await world.close(trajectory.metrics)
@@ -120,7 +120,7 @@ async def run_rollout(setup: RolloutSetup, environment: protocols.Environment) -
 class _EnvironmentRollout(RolloutSetup):
     """A rollout whose environment is stepped, continued from the current state of its trajectory."""
 
-    environment: deadline_environment.Environment
+    environment: deadline_environment.DeadlineEnvironment
 
     async def run(self, *, replay_differs: bool = False) -> None:
         """Alternates outputs and steps until the rollout is over.

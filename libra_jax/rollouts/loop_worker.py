@@ -35,7 +35,7 @@ OpenAgent = Callable[[run_context.RunContext], AbstractAsyncContextManager[rollo
 """Opens what rollouts need on the worker: environments, tools, tokenizer, reward."""
 
 
-class Worker(protocols.LoopWorker):
+class LoopWorkerActor(protocols.LoopWorker):
     """A loop worker. An actor: all methods run on one event loop.
 
     Args:
@@ -80,7 +80,7 @@ class Worker(protocols.LoopWorker):
         )
         agent = await self._opened.enter_async_context(self._open_agent(run))
         self._engines = _Engines(self._say, self._config.deadlines, self._cluster)
-        link = _Link(self._say, self._trackers)
+        link = _DispatcherLink(self._say, self._trackers)
         self._streams = streams.Streams(run, dispatcher=link, engines=self._engines)
         self._rollouts = rollouts.Rollouts(run, agent, self._streams)
         self._scope.start(self._count_regularly(), "counts")
@@ -161,7 +161,7 @@ class Worker(protocols.LoopWorker):
         try:
             await self._rollouts.run(order)
         except asyncio.CancelledError:
-            # The coordinator asked for it, or this worker ends. Nobody awaits this task.
+            # The coordinator asked for it, or this worker ends. No one awaits this task.
             pass
         except protocols.LibraError as failed:
             error = _portable_error(failed)
@@ -196,7 +196,7 @@ Say = Callable[[protocols.WorkerEvent], None]
 """Sends an event to the coordinator, after all earlier ones."""
 
 
-class _Link(protocols.Dispatch):
+class _DispatcherLink(protocols.Dispatch):
     """The dispatcher, as the streams of this worker see it: every call becomes an event."""
 
     def __init__(self, say: Say, trackers: Mapping[str, mirror.Tracker]) -> None:
@@ -250,7 +250,7 @@ class _Engines:
         self._limits = limits
         self._cluster = cluster
         self.engines: dict[str, _Engine] = {}
-        self._clients: dict[str, tuple[protocols.ActorAddress, engines_client.EngineClient]] = {}
+        self._clients: dict[str, tuple[protocols.ActorAddress, engines_client.EngineActorClient]] = {}
 
     def take(self, entry: protocols.EngineEntry) -> None:
         """Takes in what the coordinator says of an instance."""
@@ -268,7 +268,7 @@ class _Engines:
         """Returns the client of a process: the same in all of its lives, as an engine that slept goes on in it."""
         before = self._clients.get(name)
         if before is None or before[0] != address:
-            client = engines_client.EngineClient(self._cluster, protocols.ActorSpec(name, "", {}), self._limits)
+            client = engines_client.EngineActorClient(self._cluster, protocols.ActorSpec(name, "", {}), self._limits)
             client.reach(address)
             before = self._clients[name] = address, client
         return before[1]

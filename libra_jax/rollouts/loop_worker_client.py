@@ -20,10 +20,10 @@ class LoopWorkerClient(typed_clients.ActorClient):
         super().__init__(cluster, spec, limits, kind="loop worker")
         self._connection: channel.Connection | None = None
 
-    start = typed_clients.Call("engine_start", "start", protocols.LoopWorker.start)
-    health = typed_clients.Call("first_token", "answer a health check", protocols.LoopWorker.health)
-    _listen = typed_clients.Call("first_token", "open its channel", protocols.LoopWorker.listen)
-    _tell = typed_clients.Call("first_token", "take commands", protocols.LoopWorker.tell)
+    start = typed_clients.ClientMethod("engine_start", "start", protocols.LoopWorker.start)
+    health = typed_clients.ClientMethod("first_token", "answer a health check", protocols.LoopWorker.health)
+    _listen = typed_clients.ClientMethod("first_token", "open its channel", protocols.LoopWorker.listen)
+    _tell = typed_clients.ClientMethod("first_token", "take commands", protocols.LoopWorker.tell)
 
     async def connect(self) -> None:
         """Opens the channel, once the worker has started."""

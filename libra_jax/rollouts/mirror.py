@@ -11,7 +11,7 @@ MIRRORED = tuple(name for name in protocols.COLUMNS if name != "teacher_log_prob
 
 
 @dataclasses.dataclass
-class _Sent:
+class _SentSegment:
     """What updates have carried of a segment."""
 
     segment: protocols.Segment
@@ -33,7 +33,7 @@ class Tracker:
         self._trajectory = trajectory
         self._ahead = ahead
         self._sent = [
-            _Sent(segment, segment.revision, len(segment.token_ids), len(segment.routing), len(segment.turns))
+            _SentSegment(segment, segment.revision, len(segment.token_ids), len(segment.routing), len(segment.turns))
             for segment in trajectory.segments
         ]
 
@@ -45,7 +45,7 @@ class Tracker:
         for segment in trajectory.segments:
             # Another segment may have taken the number of one that was dropped.
             if segment.index == len(self._sent) or self._sent[segment.index].segment is not segment:
-                self._sent[segment.index :] = [_Sent(segment, segment.revision)]
+                self._sent[segment.index :] = [_SentSegment(segment, segment.revision)]
             if (update := self._segment(segment, self._sent[segment.index], last)) is not None:
                 changed.append(update)
         return protocols.RolloutUpdate(
@@ -60,7 +60,7 @@ class Tracker:
             environment_reward=trajectory.environment_reward,
         )
 
-    def _segment(self, segment: protocols.Segment, sent: _Sent, last: bool) -> protocols.SegmentUpdate | None:
+    def _segment(self, segment: protocols.Segment, sent: _SentSegment, last: bool) -> protocols.SegmentUpdate | None:
         if segment.revision != sent.revision:
             sent.revision, sent.tokens, sent.routed, sent.turns = segment.revision, 0, 0, 0
         # The tool, its status and its seconds are filled in after a turn was sent.

@@ -63,14 +63,14 @@ class Posed:
 @contextlib.asynccontextmanager
 async def _open_environment(
     run: config_lib.RunConfig, task: protocols.Task
-) -> AsyncIterator[tuple[deadline_environment.Environment, toolkit.Toolkit] | None]:
+) -> AsyncIterator[tuple[deadline_environment.DeadlineEnvironment, toolkit.Toolkit] | None]:
     """Makes the environment, and closes it. Yields None for a harness: it would ask a model, and there is none yet."""
     async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
         environment = factories.environment_factory(run.task, tools)()
         if factories.is_harness(environment):
             yield None
             return
-        world = deadline_environment.Environment(
+        world = deadline_environment.DeadlineEnvironment(
             cast("protocols.Environment", environment), task, factories.limits(run)
         )
         try:

@@ -48,7 +48,7 @@ class RolloutAgent:
     reward: scoring.Scorer | None = None
     teacher: protocols.Teacher | None = None
     make_trajectory: MakeTrajectory = protocols.Trajectory
-    host: harness_loop.Host | None = None
+    host: harness_loop.SessionResources | None = None
     run_rollout: RunRollout = agent_loop.run_rollout
 
 
@@ -65,7 +65,7 @@ class Agent(RolloutAgent):
     demonstrator: protocols.Demonstrator | None = None
 
 
-class Runner(abc.ABC):
+class RolloutRunner(abc.ABC):
     """Runs rollouts: in this process (`Rollouts`) or on loop workers (`coordinator.loop_workers.LoopWorkers`).
 
     Args:
@@ -114,7 +114,7 @@ class Runner(abc.ABC):
         trajectory.metrics["teacher/seconds"] = self._clock() - start_seconds
 
 
-class Rollouts(Runner):
+class Rollouts(RolloutRunner):
     """Runs rollouts in this process, each in a fresh environment.
 
     Args:

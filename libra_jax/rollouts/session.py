@@ -21,7 +21,7 @@ from libra_jax.rollouts import lines, loop, outputs, record, tool_results
 from libra_jax.utils import deadlines
 
 
-class Session:
+class RolloutSession:
     """The session of one rollout (`protocols.Conversation`). Belongs to the event loop of its sampler.
 
     Args:
@@ -63,7 +63,7 @@ class Session:
         self._on_tokens = on_tokens
         self._strict = strict
         self._clock = asyncio.get_running_loop().time
-        self._lines: list[lines.Line] = []
+        self._lines: list[lines.SegmentDialogue] = []
         self._closed = False
         self.limit: str | None = None
         self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -171,11 +171,11 @@ class Session:
 
     # The place of a request among the dialogues -----------------------------------------------------------------------
 
-    def _place(self, request: protocols.ChatRequest) -> lines.Line:
+    def _place(self, request: protocols.ChatRequest) -> lines.SegmentDialogue:
         """Returns the line whose segment ends with the request's context."""
         tools, messages = tuple(request.tools), tuple(request.messages)
         for line in self._lines:
-            # The client has an answer of which nobody knew whether it arrived.
+            # The client has an answer of which no one knew whether it arrived.
             if line.pending_output is not None and not line.busy and line.tools == tools:
                 dialogue = (*line.messages, line.pending_output.message)
                 if len(messages) > len(dialogue) and lines.same(dialogue, messages[: len(dialogue)]):
@@ -216,7 +216,7 @@ class Session:
             raise protocols.Refused("invalid", str(error), "messages") from error
 
     def _take_back(self, tools: tuple[protocols.ToolSpec, ...], messages: tuple[protocols.Message, ...]) -> None:
-        """Takes back a delivered output that answered these messages and is a line's last: nobody has read it."""
+        """Takes back a delivered output that answered these messages and is a line's last: no one has read it."""
         for line in self._lines:
             last = line.outputs[-1] if line.outputs and not line.outstanding and not line.busy else None
             if last is None or line.tools != tools or not lines.same(line.messages[:-1], messages):
@@ -230,9 +230,9 @@ class Session:
 
     def _find_output(
         self, tools: tuple[protocols.ToolSpec, ...], messages: tuple[protocols.Message, ...]
-    ) -> tuple[lines.Line, lines.Output] | None:
+    ) -> tuple[lines.SegmentDialogue, lines.ClientOutput] | None:
         """Returns the delivered output that has the longest dialogue up to it which these messages begin with."""
-        best: tuple[lines.Line, lines.Output] | None = None
+        best: tuple[lines.SegmentDialogue, lines.ClientOutput] | None = None
         for line in self._lines:
             if line.tools != tools:
                 continue
@@ -247,12 +247,12 @@ class Session:
 
     def _follow(
         self,
-        line: lines.Line,
-        output: lines.Output,
+        line: lines.SegmentDialogue,
+        output: lines.ClientOutput,
         request: protocols.ChatRequest,
         messages: tuple[protocols.Message, ...],
         added: list[int],
-    ) -> lines.Line:
+    ) -> lines.SegmentDialogue:
         """Continues the line if nothing has followed the output yet, else begins a segment after the output."""
         segment = line.segment
         self._check_room(segment.shared + output.end + len(added))
@@ -270,7 +270,7 @@ class Session:
         context: list[int],
         tools: tuple[protocols.ToolSpec, ...],
         messages: tuple[protocols.Message, ...],
-    ) -> lines.Line:
+    ) -> lines.SegmentDialogue:
         """Begins a line with this context, on a segment that a resumed rollout holds already, or on a new one."""
         used_segments = {id(line.segment) for line in self._lines}
         for segment in self._trajectory.segments:
@@ -280,13 +280,13 @@ class Session:
             # What follows the prompt has to be an output, or nothing yet.
             cut_off = own_length == len(segment.token_ids) or segment.sources[own_length] == protocols.TokenSource.MODEL
             if cut_off and list(segment.context()[: len(context)]) == context:
-                line = lines.Line(segment, own_length, tools=tools, messages=messages)
+                line = lines.SegmentDialogue(segment, own_length, tools=tools, messages=messages)
                 break
         else:
             root = self._trajectory
             unused = not root.token_ids and id(root) not in used_segments
             segment = root if unused else root.branch(*self._nearest(context))
-            line = lines.Line(segment, tools=tools, messages=messages)
+            line = lines.SegmentDialogue(segment, tools=tools, messages=messages)
             # `branch` may share less, or with an ancestor.
             line.append(context[segment.shared :], protocols.TokenSource.PROMPT)
         self._lines.append(line)
@@ -314,7 +314,11 @@ class Session:
             )
 
     def _returned(
-        self, line: lines.Line, added: Sequence[protocols.Message], failed_calls: Sequence[str], payload_tokens: int
+        self,
+        line: lines.SegmentDialogue,
+        added: Sequence[protocols.Message],
+        failed_calls: Sequence[str],
+        payload_tokens: int,
     ) -> protocols.CausalState:
         """Returns what the messages after the line's last output say of its tools. Records it in the output's turn."""
         calls = {call.call_id: call for call in line.messages[line.outputs[-1].messages - 1].tool_calls}
@@ -340,7 +344,7 @@ class Session:
     # Outputs --------------------------------------------------------------------------------------------------------
 
     async def _output(
-        self, line: lines.Line, request: protocols.ChatRequest
+        self, line: lines.SegmentDialogue, request: protocols.ChatRequest
     ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
         segment, start, start_seconds = line.segment, line.position, self._clock()
         token_count, complete = line.retained_output(self._form.stop_token_ids)
@@ -383,17 +387,17 @@ class Session:
             return
         self._deliver(line, line.pending_output)
 
-    def _deliver(self, line: lines.Line, pending_output: lines.PendingOutput) -> None:
+    def _deliver(self, line: lines.SegmentDialogue, pending_output: lines.PendingOutput) -> None:
         """Makes a complete output a part of the line's dialogue."""
         line.messages = (*line.messages, pending_output.message)
         line.pass_output(pending_output.tokens)
-        line.outputs.append(lines.Output(len(line.messages), line.position, pending_output.stopped))
+        line.outputs.append(lines.ClientOutput(len(line.messages), line.position, pending_output.stopped))
         line.outstanding, line.pending_output, line.returned, line.answered_at = False, None, None, self._clock()
         if self.limit == "max_context":  # the harness has found a way to go on
             self.limit = None
 
     async def _sample(
-        self, line: lines.Line, room: int, reader: outputs.Reader
+        self, line: lines.SegmentDialogue, room: int, reader: outputs.Reader
     ) -> AsyncGenerator[protocols.MessageDelta, None]:
         """Samples at most `room` more tokens of the line's output, and streams it from its beginning on."""
         segment, fed, more = line.segment, line.position, asyncio.Event()

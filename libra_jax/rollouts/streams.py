@@ -20,7 +20,7 @@ WATCHES = 8
 
 
 @dataclass
-class Stream:
+class EngineStream:
     """One engine's answer to one request, while the answer streams.
 
     `broken` ends the stream. It resolves after the pump has ended, or early: with the stream's error, or with None if
@@ -43,7 +43,7 @@ class Stream:
 
 
 @dataclass
-class Request:
+class SegmentRequest:
     """A segment between its first and its last token.
 
     Attributes:
@@ -65,7 +65,7 @@ class Request:
     waits: bool = False
     waits_since: float = 0.0
     has_instance: asyncio.Event = field(default_factory=asyncio.Event)
-    stream: Stream | None = None
+    stream: EngineStream | None = None
     on_tokens: Callable[[], None] | None = None
     route: moves.Route = field(default_factory=moves.Route)
     failures: int = 0
@@ -86,13 +86,13 @@ class Request:
 
 
 @dataclass
-class _Rollout:
+class _StreamingRollout:
     """A rollout under way, with the requests of its segments in the order of their arrival."""
 
     trajectory: protocols.Trajectory
     group_id: int
     dispatch_version: int
-    requests: list[Request] = field(default_factory=list)
+    requests: list[SegmentRequest] = field(default_factory=list)
 
 
 class Streams(protocols.Sampler, protocols.PlacementSink):
@@ -119,8 +119,8 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         self._recorder = run.recorder
         self._clock = run.clock
         self._loop = asyncio.get_running_loop()
-        self._requests: dict[str, Request] = {}
-        self._rollouts: dict[str, _Rollout] = {}
+        self._requests: dict[str, SegmentRequest] = {}
+        self._rollouts: dict[str, _StreamingRollout] = {}
         self._streams = 0
         self.counts = protocols.StreamCounts()
         self._counted_from = self._clock()
@@ -128,7 +128,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
 
     def open(self, trajectory: protocols.Trajectory, group_id: int, dispatch_version: int) -> None:
         """Registers a rollout of the group. `finish` undoes this."""
-        self._rollouts[trajectory.trajectory_id] = _Rollout(trajectory, group_id, dispatch_version)
+        self._rollouts[trajectory.trajectory_id] = _StreamingRollout(trajectory, group_id, dispatch_version)
 
     def finish(self, trajectory_id: str) -> None:
         """Frees the slots of a rollout that completed, failed or was aborted."""
@@ -161,7 +161,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         counts, self.counts = self.counts, protocols.StreamCounts()
         return counts
 
-    def _count_wait(self, request: Request) -> None:
+    def _count_wait(self, request: SegmentRequest) -> None:
         now = self._clock()
         if request.group_id != protocols.EVALUATION_GROUP:
             self.counts.waited_seconds += now - request.waits_since
@@ -198,9 +198,9 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
             if finish is not None:
                 return finish
 
-    def _arrive(self, segment: protocols.Segment) -> Request:
+    def _arrive(self, segment: protocols.Segment) -> SegmentRequest:
         rollout = self._rollouts[segment.trajectory_id]
-        request = Request(segment, rollout.group_id, segment.generated_tokens)
+        request = SegmentRequest(segment, rollout.group_id, segment.generated_tokens)
         self._requests[request.name] = request
         rollout.requests.append(request)
         self.counts.requests += 1
@@ -251,10 +251,12 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         request.has_instance.set()
         request.route.take_placement(placement.move)
 
-    async def _stream(self, request: Request, sampling: protocols.SamplingParams) -> protocols.FinishReason | None:
+    async def _stream(
+        self, request: SegmentRequest, sampling: protocols.SamplingParams
+    ) -> protocols.FinishReason | None:
         """Streams tokens from the request's instance. Returns the finish reason, or None to resume elsewhere."""
         engine, begin = self._engines.engines[request.instance], self._clock()
-        stream = Stream(engine, engine.life, self._loop.create_future(), begin, begin)
+        stream = EngineStream(engine, engine.life, self._loop.create_future(), begin, begin)
         request.stream = stream
         before = request.generated
         request.route.begin_stream(len(request.segment.turns), request.segment.context_tokens, self.counts)
@@ -287,7 +289,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
             )
         return stream.finish
 
-    async def _pump(self, request: Request, stream: Stream, sampling: protocols.SamplingParams) -> None:
+    async def _pump(self, request: SegmentRequest, stream: EngineStream, sampling: protocols.SamplingParams) -> None:
         self._streams += 1
         generation_request = protocols.GenerationRequest(
             # Unique per stream: an engine may still be aborting this request's last one.

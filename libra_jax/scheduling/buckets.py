@@ -26,14 +26,14 @@ from libra_jax import protocols
 from libra_jax.scheduling import requests
 
 
-class Server:
+class InstanceQueue:
     """An instance, the requests that decode there and the requests that wait for exactly this instance.
 
     Args:
       place: its place among the live instances, which breaks ties.
 
     Attributes:
-      rates: seconds a token that its kind was asked for (`costs.Rates`), if its policy goes by them.
+      rates: seconds a token that its kind was asked for (`costs.CostRates`), if its policy goes by them.
       read: seconds that a prefilled token adds to its steps, if its policy goes by them.
       level: level of its bucket.
       load: requests that decode there.
@@ -71,7 +71,7 @@ class Server:
         self.queue = queue
         self.level = 0
         self.load = 0
-        self.decoding: dict[requests.Request, None] = {}
+        self.decoding: dict[requests.LiveRequest, None] = {}
         self.residents = 0
         self.context = 0
         self.urgency = 0.0
@@ -103,7 +103,7 @@ Rank = tuple[float, ...]
 Entry = tuple[Any, ...]
 """A rank's numbers, the ticket, the request. Tickets differ, so a comparison never reaches the request."""
 
-Order = Callable[[requests.Request], Rank]
+Order = Callable[[requests.LiveRequest], Rank]
 """Maps a request to its rank when it begins to wait. Smaller goes first; equal ranks go by their tickets."""
 
 
@@ -134,9 +134,11 @@ class Queue:
     size: int = field(default_factory=int, init=False)
     _heap: list[Entry] = field(default_factory=list, init=False)
     _versions: dict[int, int] = field(default_factory=dict, init=False)  # dispatch version -> waiting requests
-    _residents: dict[requests.Request, None] = field(default_factory=dict, init=False)  # those whose context has a home
+    _residents: dict[requests.LiveRequest, None] = field(
+        default_factory=dict, init=False
+    )  # those whose context has a home
 
-    def push(self, request: requests.Request) -> None:
+    def push(self, request: requests.LiveRequest) -> None:
         """Adds a request that has drawn its ticket."""
         request.queue = self
         self.size += 1
@@ -150,7 +152,7 @@ class Queue:
             self._heap = [entry for entry in self._heap if entry[-1].queue is self and entry[-1].ticket == entry[-2]]
             heapq.heapify(self._heap)
 
-    def discard(self, request: requests.Request) -> None:
+    def discard(self, request: requests.LiveRequest) -> None:
         """Removes a request that waits here."""
         request.queue = None  # makes its heap entry stale
         self._residents.pop(request, None)
@@ -162,7 +164,7 @@ class Queue:
         else:
             versions[version] -= 1
 
-    def ahead(self, request: requests.Request) -> float:
+    def ahead(self, request: requests.LiveRequest) -> float:
         """Returns about how many requests would go before one that began to wait here now."""
         if self.order is not ORDERS["group_completion"]:
             return float(self.size)
@@ -176,7 +178,7 @@ class Queue:
     def first(self) -> Entry | None:
         """Returns the entry of the request that goes next, which stays in the queue; None if nothing waits."""
         heap = self._heap
-        # With nobody waiting all entries are stale; `push` sweeps them when they are many.
+        # With no one waiting all entries are stale; `push` sweeps them when they are many.
         while self.size and heap:
             first = heap[0]
             request = first[-1]
@@ -185,7 +187,7 @@ class Queue:
             heapq.heappop(heap)  # stale
         return None
 
-    def first_resident(self, level: int, server: Server | None = None) -> requests.Request | None:
+    def first_resident(self, level: int, server: InstanceQueue | None = None) -> requests.LiveRequest | None:
         """Returns the request that goes next of those whose context lies on an instance with a free slot.
 
         Takes time linear in the residents that wait here.
@@ -194,7 +196,7 @@ class Queue:
           level: level of the instance.
           server: the instance; None: any of the level.
         """
-        first: requests.Request | None = None
+        first: requests.LiveRequest | None = None
         for request in self._residents:
             home = request.home
             if home is None or home.level != level or home.full or (server is not None and home is not server):
@@ -203,11 +205,11 @@ class Queue:
                 first = request
         return first
 
-    def _rank(self, request: requests.Request) -> Rank:
+    def _rank(self, request: requests.LiveRequest) -> Rank:
         return (*self.order(request), request.ticket)
 
 
-def share_in_use(server: Server) -> float:
+def share_in_use(server: InstanceQueue) -> float:
     """Returns the share of an instance's slots in use."""
     return server.load / server.slots
 
@@ -229,13 +231,13 @@ class Bucket:
 
     level: int
     queue: Queue
-    busy: Callable[[Server], float] = share_in_use
-    servers: list[Server] = field(default_factory=list, init=False)
+    busy: Callable[[InstanceQueue], float] = share_in_use
+    servers: list[InstanceQueue] = field(default_factory=list, init=False)
     slots: int = field(default_factory=int, init=False)
     free: int = field(default_factory=int, init=False)
-    _heap: list[tuple[float, int, int, Server]] = field(default_factory=list, init=False)
+    _heap: list[tuple[float, int, int, InstanceQueue]] = field(default_factory=list, init=False)
 
-    def add(self, server: Server) -> None:
+    def add(self, server: InstanceQueue) -> None:
         """Adds an instance with the load that it has."""
         server.level = self.level
         server.noted = math.inf  # an entry in the heap of its former bucket is gone with that bucket
@@ -244,7 +246,7 @@ class Bucket:
         self.free += server.slots - server.load
         self.eased(server)
 
-    def least_busy(self) -> Server:
+    def least_busy(self) -> InstanceQueue:
         """Returns the least busy instance with a free slot; ties go to the one with more slots, then to the first.
 
         Call only if `free` is positive.
@@ -262,18 +264,18 @@ class Bucket:
             server.noted = busy
             heapq.heapreplace(heap, (busy, -server.slots, server.place, server))
 
-    def occupy(self, server: Server) -> None:
+    def occupy(self, server: InstanceQueue) -> None:
         """Takes one of the instance's slots."""
         server.load += 1
         self.free -= 1
 
-    def release(self, server: Server) -> None:
+    def release(self, server: InstanceQueue) -> None:
         """Frees one of the instance's slots."""
         server.load -= 1
         self.free += 1
         self.eased(server)
 
-    def eased(self, server: Server) -> None:
+    def eased(self, server: InstanceQueue) -> None:
         """Notes that the instance may be less busy than before. Call after each such change: the invariant needs it."""
         if server.load >= server.slots:
             return
@@ -293,13 +295,13 @@ class Bucket:
 class Crowds:
     """Finds the instance that most requests wait for in particular, by a heap that is corrected lazily."""
 
-    def __init__(self, servers: Sequence[Server]) -> None:
+    def __init__(self, servers: Sequence[InstanceQueue]) -> None:
         self._servers = servers
-        self._heap: list[tuple[int, int, Server]] = []
+        self._heap: list[tuple[int, int, InstanceQueue]] = []
         for server in servers:
             server.crowd = 0
 
-    def joined(self, server: Server) -> None:
+    def joined(self, server: InstanceQueue) -> None:
         """Notes that a request began to wait for the instance."""
         size = server.queue.size
         # Up to its noted size the instance has an entry that is high enough; `longest` corrects it downwards.
@@ -310,7 +312,7 @@ class Crowds:
                 self._heap = [(-item.crowd, item.place, item) for item in self._servers if item.crowd]
                 heapq.heapify(self._heap)
 
-    def longest(self) -> Server | None:
+    def longest(self) -> InstanceQueue | None:
         """Returns the instance with the longest queue; None if no request waits for an instance."""
         heap = self._heap
         while heap:

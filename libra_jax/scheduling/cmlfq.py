@@ -78,7 +78,7 @@ class Cmlfq(residents.ResidentScheduler):
         move_margin: float = 8.0,
     ) -> None:
         self.evidence = evidence.Evidence(config)
-        self.rates = cost_model.Rates(costs)
+        self.rates = cost_model.CostRates(costs)
         super().__init__(
             config,
             order="group_completion",
@@ -93,7 +93,7 @@ class Cmlfq(residents.ResidentScheduler):
         self._power = tail_power
         self._move_margin = move_margin
 
-    def expect(self, request: requests.Request) -> prefix_tree.Sketch:
+    def expect(self, request: requests.LiveRequest) -> prefix_tree.Sketch:
         """Returns the distribution of the tokens still to be generated: a number for each of `masses`."""
         track = request.track
         assert track is not None
@@ -142,7 +142,7 @@ class Cmlfq(residents.ResidentScheduler):
         self.withdraw(request)
         return [self.seat(request, target, protocols.MoveReason.BUDGET_OUTRUN), *self.place(now)]
 
-    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.LiveRequest, now: float, *, returned: bool = False) -> int:
         anchor = request.anchor
         if anchor is not None and self._room_share:
             # Without room beside the present requests it was pushed out.
@@ -159,13 +159,13 @@ class Cmlfq(residents.ResidentScheduler):
             request.mark = request.generated_tokens + bounds[min(level, len(bounds) - 1)]
         return level
 
-    def pick(self, request: requests.Request, bucket: buckets.Bucket) -> buckets.Server:
+    def pick(self, request: requests.LiveRequest, bucket: buckets.Bucket) -> buckets.InstanceQueue:
         home = request.home
         if home is None and request.anchor is not None and self.admits(request, request.anchor):
             home = request.anchor
         return bucket.least_busy() if home is None or home.level != bucket.level or home.full else home
 
-    def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: requests.LiveRequest) -> bool:
         """Returns whether waiting costs the request more than a turn at this bucket's pace, and the move there."""
         level_bucket, target = self.buckets[request.level], request.target
         server = bucket.least_busy()
@@ -189,7 +189,7 @@ class Cmlfq(residents.ResidentScheduler):
 
     # Costs.
 
-    def _cheapest(self, request: requests.Request, points: prefix_tree.Sketch, now: float) -> int:
+    def _cheapest(self, request: requests.LiveRequest, points: prefix_tree.Sketch, now: float) -> int:
         """Returns the level of the cheapest bucket.
 
         Sets `request.target` to the instance in it if the request is to go to that one, `request.urgency`, and
@@ -249,16 +249,16 @@ class Cmlfq(residents.ResidentScheduler):
             request.gain = stay ** (1.0 / self._power) - best ** (1.0 / self._power)
         return level
 
-    def _wait_at(self, ahead: float, server: buckets.Server, count: int) -> float:
+    def _wait_at(self, ahead: float, server: buckets.InstanceQueue, count: int) -> float:
         """Returns seconds until a slot comes free for a request with `ahead` before it, `count` slots turning over."""
         return (ahead + 1.0) * self._turn_tokens * self._pace(server, server.residents, 0) / count
 
-    def _pace(self, server: buckets.Server, decoding: int, joining: int) -> float:
+    def _pace(self, server: buckets.InstanceQueue, decoding: int, joining: int) -> float:
         """Returns seconds a token with `decoding` requests on the server and `joining` more tokens of context there.
 
         What the requests read between their turns holds all of them up: of each, the run's mean is expected.
         """
-        # Requests beyond the slots wait, and slow nobody.
+        # Requests beyond the slots wait, and slow no one.
         decoding = 1 if decoding < 1 else server.slots if decoding > server.slots else decoding
         context = (server.context + joining) // decoding
         shift = context.bit_length() - 3  # `costs.rounded`, without the call: this is the innermost function
@@ -270,15 +270,15 @@ class Cmlfq(residents.ResidentScheduler):
         read = server.read
         return pace + decoding * self._reading * read if read else pace
 
-    def _more_read(self, request: requests.Request) -> float:
+    def _more_read(self, request: requests.LiveRequest) -> float:
         """Returns how many tokens more than the mean the request reads for each token that it generates."""
         generated = request.turn_start
         return (request.read_tokens - self._reading * generated) / (READ_TOKENS + generated)
 
     def _cost(
         self,
-        request: requests.Request,
-        server: buckets.Server,
+        request: requests.LiveRequest,
+        server: buckets.InstanceQueue,
         points: prefix_tree.Sketch,
         elapsed: float,
         wait: float,
@@ -334,7 +334,7 @@ class CmlfqPaper(residents.ResidentScheduler):
         self.paths = paths.PathStatistics(config)
         super().__init__(config, kinds=kinds, learner=self.paths)
 
-    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.LiveRequest, now: float, *, returned: bool = False) -> int:
         assert request.track is not None
         if returned and (node := self.paths.deepest_node(request.track)) is not None:
             request.remaining = node.mean
@@ -346,12 +346,12 @@ class CmlfqPaper(residents.ResidentScheduler):
         request.target = self.home(request, level)
         return level
 
-    def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: requests.LiveRequest) -> bool:
         # Only a new request holds no cache anywhere, so only it may start in another bucket at no cost.
         return not request.served_by
 
     def seat(
-        self, request: requests.Request, server: buckets.Server, reason: protocols.MoveReason
+        self, request: requests.LiveRequest, server: buckets.InstanceQueue, reason: protocols.MoveReason
     ) -> protocols.Placement:
         # Wherever it was placed, it stays until the statistics agree on another bucket.
         request.level = server.level

@@ -45,7 +45,7 @@ class Costs(Protocol):
         ...
 
 
-class Speed(NamedTuple):
+class AcceleratorSpeed(NamedTuple):
     """How fast an accelerator is, where that of the coefficients is 1.
 
     Attributes:
@@ -57,7 +57,7 @@ class Speed(NamedTuple):
     read: float
 
 
-ALIKE = Speed(1.0, 1.0)
+ALIKE = AcceleratorSpeed(1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class LinearCosts:
     """
 
     coefficients: config_lib.CostConfig = field(default_factory=config_lib.CostConfig)
-    speeds: Mapping[str, Speed] = field(default_factory=dict)
+    speeds: Mapping[str, AcceleratorSpeed] = field(default_factory=dict)
 
     def speed(self, degree: int) -> float:
         """Returns the speed of an instance of this degree relative to one device."""
@@ -97,12 +97,12 @@ class LinearCosts:
         # The target has no keys and values of the context, and computes them again.
         return self.read_seconds(target, context_tokens)
 
-    def _of(self, instance: protocols.Instance) -> Speed:
+    def _of(self, instance: protocols.Instance) -> AcceleratorSpeed:
         return self.speeds.get(instance.accelerator, ALIKE)
 
 
 @dataclass(eq=False)
-class Rates:
+class CostRates:
     """Seconds a token and seconds a move, asked of the costs once for each kind, number decoding and context.
 
     Contexts are rounded (`rounded`), so that the tables stay small.

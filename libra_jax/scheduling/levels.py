@@ -32,7 +32,7 @@ def check(bounds: Sequence[int], kinds: Iterable[protocols.Kind]) -> None:
     )
 
 
-class Levels:
+class LevelMap:
     """Maps an instance's kind, and a length, to the level of a bucket.
 
     Kinds are ordered by their degree, and those of one degree by the name of their accelerator.
@@ -50,7 +50,7 @@ class Levels:
             check(self.bounds, self.kinds)
 
     @classmethod
-    def planned(cls, buckets: Sequence[protocols.PlannedBucket]) -> Levels:
+    def planned(cls, buckets: Sequence[protocols.PlannedBucket]) -> LevelMap:
         """Returns the levels of a plan, the narrowest bucket first."""
         return cls(
             [bucket.max_remaining_tokens for bucket in buckets[:-1]],

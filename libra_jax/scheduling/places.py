@@ -48,21 +48,23 @@ class Places:
         config: config_lib.SchedulerConfig,
         order: str,
         kinds: Sequence[protocols.Kind],
-        busy: Callable[[buckets.Server], float],
+        busy: Callable[[buckets.InstanceQueue], float],
     ) -> None:
         self.config = config
-        self.levels = levels.Levels(config.max_remaining_tokens if self.by_length else (), kinds)
+        self.levels = levels.LevelMap(config.max_remaining_tokens if self.by_length else (), kinds)
         self._order = buckets.ORDERS[order if config.ordering == "auto" else config.ordering]
         self._busy = busy
-        self.requests: dict[str, requests.Request] = {}
-        self.servers: dict[str, buckets.Server] = {}
+        self.requests: dict[str, requests.LiveRequest] = {}
+        self.servers: dict[str, buckets.InstanceQueue] = {}
         self.buckets: list[buckets.Bucket] = []
         self._tickets = 0  # drawn so far; the next request to wait gets one more
         self._front = 0  # the lowest ticket: displaced requests get tickets below all others
         self._seats = 0
         self._waiting = 0
-        self._ages: deque[tuple[float, int, requests.Request]] = deque()  # (since, ticket, request), the oldest first
-        self._touched: list[buckets.Server] = []  # a slot came free there, or a request began to wait for it
+        self._ages: deque[tuple[float, int, requests.LiveRequest]] = (
+            deque()
+        )  # (since, ticket, request), the oldest first
+        self._touched: list[buckets.InstanceQueue] = []  # a slot came free there, or a request began to wait for it
         self._overflows = 0
         self._near: list[list[buckets.Bucket]] = []  # by level: all buckets, the nearest first
         self._crowds = buckets.Crowds([])
@@ -70,15 +72,15 @@ class Places:
 
     # What a policy answers when slots are filled.
 
-    def pick(self, request: requests.Request, bucket: buckets.Bucket) -> buckets.Server:
+    def pick(self, request: requests.LiveRequest, bucket: buckets.Bucket) -> buckets.InstanceQueue:
         """Returns the instance of the bucket that takes the request; it must have a free slot."""
         return bucket.least_busy()
 
-    def admits(self, request: requests.Request, server: buckets.Server) -> bool:
+    def admits(self, request: requests.LiveRequest, server: buckets.InstanceQueue) -> bool:
         """Returns whether an instance with a free slot has room for the request; aged requests go in regardless."""
         return True
 
-    def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: requests.LiveRequest) -> bool:
         """Returns whether a free slot of the bucket may go to a request that waits elsewhere.
 
         Sets `request.gain` if it is true and the policy expects anything of the move.
@@ -87,13 +89,13 @@ class Places:
 
     # Changes between waiting, decoding and away.
 
-    def home(self, request: requests.Request, level: int) -> buckets.Server | None:
+    def home(self, request: requests.LiveRequest, level: int) -> buckets.InstanceQueue | None:
         """Returns the live instance that may hold the request's context; None if it is not in the bucket."""
         server = self.servers.get(request.context_at)
         return server if server is not None and server.level == level else None
 
     def seat(
-        self, request: requests.Request, server: buckets.Server, reason: protocols.MoveReason
+        self, request: requests.LiveRequest, server: buckets.InstanceQueue, reason: protocols.MoveReason
     ) -> protocols.Placement:
         """Lets a request that neither waits nor decodes decode on an instance with a free slot.
 
@@ -119,7 +121,7 @@ class Places:
         move = protocols.Move(request.request_id, source, server.name, reason, gain)
         return protocols.Placement(request.request_id, server.name, move)
 
-    def withdraw(self, request: requests.Request) -> None:
+    def withdraw(self, request: requests.LiveRequest) -> None:
         """Ends a request's wait, or frees its slot; does nothing to a request that is away."""
         server = request.server
         if request.queue is not None:
@@ -132,7 +134,7 @@ class Places:
             self._touched.append(server)
 
     def displace(
-        self, request: requests.Request, level: int, now: float, reason: protocols.MoveReason
+        self, request: requests.LiveRequest, level: int, now: float, reason: protocols.MoveReason
     ) -> protocols.Placement:
         """Takes a decoding request's place away, so that it waits again, for the bucket of this level."""
         self.withdraw(request)
@@ -140,7 +142,7 @@ class Places:
         self.wait(request, level, now)
         return protocols.Placement(request.request_id, "")
 
-    def wait(self, request: requests.Request, level: int, now: float) -> None:
+    def wait(self, request: requests.LiveRequest, level: int, now: float) -> None:
         """Lets a request that neither waits nor decodes wait for a bucket, or for the instance that it wants."""
         self._tickets += 1
         request.ticket = self._tickets
@@ -152,7 +154,7 @@ class Places:
         if len(self._ages) > 4 * self._waiting + AGES_SLACK:
             self._ages = deque(entry for entry in self._ages if entry[2].queue and entry[2].ticket == entry[1])
 
-    def _enqueue(self, request: requests.Request, level: int) -> None:
+    def _enqueue(self, request: requests.LiveRequest, level: int) -> None:
         self._waiting += 1
         target = request.target
         if target is not None:
@@ -180,7 +182,7 @@ class Places:
         ]
         for place, instance in enumerate(instances):
             # The same object, if the instance has stayed: its decoding requests and residents refer to it.
-            server = old.get(instance.name) or buckets.Server(instance, place, buckets.Queue(self._order))
+            server = old.get(instance.name) or buckets.InstanceQueue(instance, place, buckets.Queue(self._order))
             server.announce(instance, place)
             self.servers[instance.name] = server
             self.buckets[self.levels.of_kind(instance.kind)].add(server)
@@ -219,7 +221,7 @@ class Places:
                     request = first[-1]
                     server = self.pick(request, bucket)
                     if not self.admits(request, server):
-                        # Nobody behind overtakes the first, or a large request would starve, but for those whose
+                        # No one behind overtakes the first, or a large request would starve, but for those whose
                         # context is here: they have their room.
                         resident = bucket.queue.first_resident(bucket.level)
                         if resident is None or resident.home is None:
@@ -253,8 +255,8 @@ class Places:
 
     def _take(
         self,
-        request: requests.Request,
-        server: buckets.Server,
+        request: requests.LiveRequest,
+        server: buckets.InstanceQueue,
         reason: protocols.MoveReason,
         placements: list[protocols.Placement],
     ) -> None:

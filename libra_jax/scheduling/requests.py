@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class LiveGroup:
     """The number of live rollouts of a group. Each evaluation rollout is a group of its own."""
 
     live: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Rollout:
+class LiveRollout:
     """A rollout with live requests: one for each of its segments.
 
     Attributes:
@@ -32,13 +32,13 @@ class Rollout:
     """
 
     rollout_id: str
-    group: Group
+    group: LiveGroup
     arrived: float
-    requests: list[Request] = field(default_factory=list)
+    requests: list[LiveRequest] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class LiveRequest:
     """A live request.
 
     Attributes:
@@ -76,7 +76,7 @@ class Request:
     prompt_id: str
     group_id: int
     dispatch_version: int
-    rollout: Rollout
+    rollout: LiveRollout
     context_tokens: int
     generated_tokens: int
     turn_start: int = 0
@@ -85,7 +85,7 @@ class Request:
     level: int = 0
     remaining: float = 0.0
     queue: buckets.Queue | None = None
-    server: buckets.Server | None = None
+    server: buckets.InstanceQueue | None = None
     served_by: str = ""
     context_at: str = ""
     inherited: int = 0
@@ -96,12 +96,12 @@ class Request:
     seated: int = 0
     aged: bool = False
     mark: int = 0
-    target: buckets.Server | None = None
+    target: buckets.InstanceQueue | None = None
     urgency: float = 0.0
-    home: buckets.Server | None = None
-    anchor: buckets.Server | None = None
+    home: buckets.InstanceQueue | None = None
+    anchor: buckets.InstanceQueue | None = None
     home_account: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
-    track: paths.Track | None = None
+    track: paths.RequestTrack | None = None
 
     @property
     def context_now(self) -> int:

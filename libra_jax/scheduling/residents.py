@@ -25,7 +25,7 @@ GROWTH, FINISHED_SHARE = 2.0, 0.01
 """Tokens of context a generated token, before any request has finished, and the weight of the latest in the mean."""
 
 
-def filled(server: buckets.Server) -> float:
+def filled(server: buckets.InstanceQueue) -> float:
     """Returns the share of an instance's cache that its residents are expected to fill; of its slots, if the cache is
     of unknown size."""
     room = server.instance.cache_tokens
@@ -53,8 +53,8 @@ class ResidentScheduler(slots.SlotScheduler):
         *,
         order: str = "fcfs",
         kinds: Sequence[protocols.Kind] = (),
-        learner: learning.Learner | None = None,
-        busy: Callable[[buckets.Server], float] | None = None,
+        learner: learning.PredictionLearner | None = None,
+        busy: Callable[[buckets.InstanceQueue], float] | None = None,
     ) -> None:
         config = config or config_lib.SchedulerConfig()
         by_cache = self.by_cache if config.admission == "auto" else config.admission == "cache"
@@ -66,14 +66,14 @@ class ResidentScheduler(slots.SlotScheduler):
             busy = filled if by_cache else buckets.share_in_use
         super().__init__(config, order=order, kinds=kinds, learner=learner, busy=busy)
 
-    def admits(self, request: requests.Request, server: buckets.Server) -> bool:
+    def admits(self, request: requests.LiveRequest, server: buckets.InstanceQueue) -> bool:
         # A resident is counted already. An empty instance takes any request, or one larger than its cache never ran.
         if request.home is server or not server.residents:
             return True
         room = self._room_share * server.instance.cache_tokens
         return not room or server.footprint + self.footprint(request) <= room
 
-    def footprint(self, request: requests.Request) -> float:
+    def footprint(self, request: requests.LiveRequest) -> float:
         """Returns the tokens of the cache with which the request is counted."""
         context = request.context_now
         if self.predicts:
@@ -106,14 +106,14 @@ class ResidentScheduler(slots.SlotScheduler):
         return super().on_finish(request_id, generated_tokens, now, completed=completed)
 
     def seat(
-        self, request: requests.Request, server: buckets.Server, reason: protocols.MoveReason
+        self, request: requests.LiveRequest, server: buckets.InstanceQueue, reason: protocols.MoveReason
     ) -> protocols.Placement:
         placement = super().seat(request, server, reason)
         if self.accounts:
             self.account(request, server)
         return placement
 
-    def begins(self, request: requests.Request) -> None:
+    def begins(self, request: requests.LiveRequest) -> None:
         """Takes its rollout's other segments that are away off their instances' accounts.
 
         A segment waits for its sub-agents, and one whose history was summarised never comes back. Their contexts stay
@@ -127,7 +127,7 @@ class ResidentScheduler(slots.SlotScheduler):
         if request.inherited:
             request.anchor = self.servers.get(request.context_at)
 
-    def account(self, request: requests.Request, server: buckets.Server) -> None:
+    def account(self, request: requests.LiveRequest, server: buckets.InstanceQueue) -> None:
         """Makes the request a resident of the instance, or brings its account there up to date."""
         context, urgency, remaining = request.context_now, request.urgency, request.remaining
         footprint = self.footprint(request)
@@ -151,7 +151,7 @@ class ResidentScheduler(slots.SlotScheduler):
             server.urgent_tokens += urgency * remaining
         request.home_account = context, urgency, remaining, footprint
 
-    def leave_full(self, request: requests.Request) -> None:
+    def leave_full(self, request: requests.LiveRequest) -> None:
         """Takes a request whose tool has returned off a home whose residents have outgrown the cache.
 
         The engine has evicted its context, or another's in its place. So it waits for room on any instance.
@@ -161,7 +161,7 @@ class ResidentScheduler(slots.SlotScheduler):
             self.evict(request)
             request.context_at = ""
 
-    def evict(self, request: requests.Request) -> None:
+    def evict(self, request: requests.LiveRequest) -> None:
         """Takes the request off its home's account."""
         server = request.home
         if server is None:

@@ -6,7 +6,7 @@ A policy answers four questions, each with a default here:
 - `admits`: has an instance with a free slot room for it?
 - `serves`: may a bucket whose own queue is empty serve a request that waits for another?
 A policy that keeps accounts may extend the events and `seat`, calling the base class's own. What a policy knows of
-lengths is a part of its own, a `learning.Learner`.
+lengths is a part of its own, a `learning.PredictionLearner`.
 
 The rest is the same for all policies: the events here, and `places`, which fills the slots.
 
@@ -50,17 +50,17 @@ class SlotScheduler(places.Places):
         *,
         order: str = "fcfs",
         kinds: Sequence[protocols.Kind] = (),
-        learner: learning.Learner | None = None,
-        busy: Callable[[buckets.Server], float] = buckets.share_in_use,
+        learner: learning.PredictionLearner | None = None,
+        busy: Callable[[buckets.InstanceQueue], float] = buckets.share_in_use,
     ) -> None:
         super().__init__(config or config_lib.SchedulerConfig(), order, kinds, busy)
         self.learner = learner
-        self._groups: dict[int, requests.Group] = {}
-        self._rollouts: dict[str, requests.Rollout] = {}
+        self._groups: dict[int, requests.LiveGroup] = {}
+        self._rollouts: dict[str, requests.LiveRollout] = {}
 
     # What a policy answers, beside `pick`, `admits` and `serves`.
 
-    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.LiveRequest, now: float, *, returned: bool = False) -> int:
         """Returns the level that a request is meant for when it begins to wait.
 
         Sets `request.target` if the request is to go to one instance, `request.remaining` if the policy expects
@@ -74,7 +74,7 @@ class SlotScheduler(places.Places):
         request.remaining = float(request.generated_tokens)
         return 0
 
-    def begins(self, request: requests.Request) -> None:
+    def begins(self, request: requests.LiveRequest) -> None:
         """Takes in that a request is about to wait, having arrived or come back from a tool. Comes before `route`."""
 
     # Events (`protocols.Scheduler`).
@@ -107,7 +107,7 @@ class SlotScheduler(places.Places):
     def on_plan(self, planned: Sequence[protocols.PlannedBucket], now: float) -> list[protocols.Placement]:
         if not self.by_length:
             return []
-        before, self.levels = self.levels, levels.Levels.planned(planned)
+        before, self.levels = self.levels, levels.LevelMap.planned(planned)
         # A plan may add or drop degrees, which shifts the numbers of the levels: a request keeps its degree, or else
         # gets the next wider, or else the widest.
         for request in self.requests.values():
@@ -123,11 +123,11 @@ class SlotScheduler(places.Places):
         rollout_id = request.rollout_id or request.request_id
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            rollout = self._rollouts[rollout_id] = requests.Rollout(rollout_id, self._group(request.group_id), now)
+            rollout = self._rollouts[rollout_id] = requests.LiveRollout(rollout_id, self._group(request.group_id), now)
             rollout.group.live += 1
         # After a resume, or a failure, a request brings tokens along: turn and budget count from there.
         generated = request.generated_tokens
-        item = requests.Request(
+        item = requests.LiveRequest(
             request.request_id,
             request.prompt_id,
             request.group_id,
@@ -153,14 +153,14 @@ class SlotScheduler(places.Places):
         self.wait(item, self.route(item, now), now)
         return self.place(now)
 
-    def _group(self, group_id: int) -> requests.Group:
+    def _group(self, group_id: int) -> requests.LiveGroup:
         # Evaluation requests share one group id, but no step waits for them together: each rollout is a group of its
         # own, which is in no table.
         if group_id == protocols.EVALUATION_GROUP:
-            return requests.Group()
+            return requests.LiveGroup()
         group = self._groups.get(group_id)
         if group is None:
-            group = self._groups[group_id] = requests.Group()
+            group = self._groups[group_id] = requests.LiveGroup()
         return group
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
@@ -202,7 +202,7 @@ class SlotScheduler(places.Places):
             self.learner.finish(request.track, generated_tokens, learn=learn)
         return self.place(now)
 
-    def _left(self, request: requests.Request) -> None:
+    def _left(self, request: requests.LiveRequest) -> None:
         """Takes a request off its rollout, and the rollout off its group when the last one is gone."""
         rollout = request.rollout
         rollout.requests.remove(request)

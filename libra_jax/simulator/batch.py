@@ -1,16 +1,16 @@
 """The batch of a simulated engine: decoding and prefilled requests, the cache, and the begin and end of steps.
 
 Every decoding request gets one token a step. Between two changes of the batch, the times of the steps have a closed
-form (`requests.Pace`). So the simulation looks at the time only when a request arrives, leaves, ends its prefill or
-has tokens to stream. Changes take effect at the next step boundary, as in a real engine. The result is therefore the
+form (`requests.BatchPace`). So the simulation looks at the time only when a request arrives, leaves, ends its prefill
+or has tokens to stream. Changes take effect at the next step boundary, as in a real engine. The result is therefore the
 same as simulating token by token.
 
 Prefill is chunked: it shares steps with decoding and makes them longer. Requests that fit into one chunk together are
-prefilled together. A returning request reuses the prefix of its context that its instance still holds (`cache.Held`).
-If there is no room for one more step, the latest arrival is pre-empted and prefilled again later. The common prompt of
-siblings is not shared, so each sibling pays for its own prefill. A segment that begins like another one of its rollout
-reuses what the instance holds of that one. Both then occupy the cache with the tokens that they share, which a real
-engine would keep once.
+prefilled together. A returning request reuses the prefix of its context that its instance still holds
+(`cache.CachedPrefixes`). If there is no room for one more step, the latest arrival is pre-empted and prefilled again
+later. The common prompt of siblings is not shared, so each sibling pays for its own prefill. A segment that begins like
+another one of its rollout reuses what the instance holds of that one. Both then occupy the cache with the tokens that
+they share, which a real engine would keep once.
 
 If the fleet keeps contexts in host memory (`offload.py`), a request whose context the instance lacks may fetch it. The
 request then waits without a place in the batch, and the room of its context is reserved.
@@ -35,8 +35,8 @@ LOG_PROB = -1.0
 """Log-probability that every simulated token reports."""
 
 
-class Batch:
-    """Steps and cache of one instance; `engine.Engine` adds the methods that the coordinator calls.
+class InstanceBatch:
+    """Steps and cache of one instance; `engine.SimulatedEngine` adds the methods that the coordinator calls.
 
     Attributes:
       counters: totals of what the instance did.
@@ -68,18 +68,20 @@ class Batch:
         self._per_context = model.context_seconds(degree)
         self._fixed: dict[int, float] = {}
         self._steps = 0
-        self._waiting: collections.deque[requests.Request] = collections.deque()
-        self._decoding: dict[requests.Request, None] = {}
+        self._waiting: collections.deque[requests.BatchRequest] = collections.deque()
+        self._decoding: dict[requests.BatchRequest, None] = {}
         self._prefill: requests.Prefill | None = None
-        self._leaving: list[requests.Request] = []  # left or ended; they keep their place until the end of the step
-        self._due: list[tuple[int, int, int, requests.Request]] = []  # step, arrival, push, request
+        self._leaving: list[
+            requests.BatchRequest
+        ] = []  # left or ended; they keep their place until the end of the step
+        self._due: list[tuple[int, int, int, requests.BatchRequest]] = []  # step, arrival, push, request
         self._pushes = 0
-        self._held = cache.Held()
+        self._held = cache.CachedPrefixes()
         self._store = store
         self._fetches = cache.Fetches()
         self._used = 0  # tokens of the cache that running and fetching requests occupy
         self._context = 0  # tokens of `_used` that belong to decoding requests
-        self._pace: requests.Pace | None = None  # None: no step is running
+        self._pace: requests.BatchPace | None = None  # None: no step is running
         self._began = 0.0
         self._factor = 1.0
         self._planned = 0
@@ -90,7 +92,7 @@ class Batch:
         self._stale = False  # weights changed, so every key and value is outdated
         self._alive = False
 
-    def _running(self) -> list[requests.Request]:
+    def _running(self) -> list[requests.BatchRequest]:
         prefilling = self._prefill.requests if self._prefill is not None else []
         return [request for request in (*self._decoding, *prefilling) if request.state != "gone"]
 
@@ -103,7 +105,7 @@ class Batch:
         # At a boundary the timer may not have fired yet, and no step beyond the planned ones has begun.
         return min(self._planned, self._pace.steps((self._loop.time() - self._began) / self._factor))
 
-    def _settle(self, request: requests.Request, step: int) -> None:
+    def _settle(self, request: requests.BatchRequest, step: int) -> None:
         """Counts the tokens of a decoding request up to the end of a step."""
         count = step - request.since
         # A request that left gets no more tokens, though it keeps its place until the step's end.
@@ -111,7 +113,7 @@ class Batch:
             self._sample(request, count)
         request.since = step
 
-    def _sample(self, request: requests.Request, count: int) -> None:
+    def _sample(self, request: requests.BatchRequest, count: int) -> None:
         # Spans of one version merge, so that thousands of tokens stay a few spans.
         if request.spans and request.spans[-1][0] == self._version:
             count_before = request.spans.pop()[1]
@@ -122,7 +124,7 @@ class Batch:
         request.length += count
         self.counters.generated += count
 
-    def _stream(self, request: requests.Request) -> None:
+    def _stream(self, request: requests.BatchRequest) -> None:
         """Streams the tokens sampled since the last delta, if they fill one or are the last; notes the next due step.
 
         The last token of a request gets the finish reason.
@@ -240,7 +242,7 @@ class Batch:
             )
         else:
             fixed = self._model.fixed_seconds(self._degree, decoding, self._prefill.tokens) + self._prefill.seconds
-        self._pace = requests.Pace(fixed, self._per_context, self._context, decoding)
+        self._pace = requests.BatchPace(fixed, self._per_context, self._context, decoding)
         self._began, self._factor = self._loop.time(), self.slowdown
         self._plan(steps)
 
@@ -249,7 +251,7 @@ class Batch:
     def _admit(self) -> None:
         """Takes waiting requests, oldest first, as far as slots, room and one chunk of prefill allow."""
         chunk, tokens, seconds = self._model.chunk_tokens, 0, 0.0
-        admitted: list[requests.Request] = []
+        admitted: list[requests.BatchRequest] = []
         while self._waiting and len(self._decoding) + len(admitted) < self._slots:
             request = self._waiting[0]
             cached_tokens = self._held.prefix(request)
@@ -281,7 +283,7 @@ class Batch:
             steps = -(-tokens // chunk)
             self._prefill = requests.Prefill(admitted, steps, tokens / steps, seconds / steps)
 
-    def _fetch(self, store: offload.Store, request: requests.Request, cached_tokens: int) -> bool:
+    def _fetch(self, store: offload.Store, request: requests.BatchRequest, cached_tokens: int) -> bool:
         """Begins to fetch the first waiting request's context, if that is faster than prefilling it.
 
         Returns:
@@ -306,18 +308,18 @@ class Batch:
         self._fetches.begin(request, self._loop.call_at(end, self._fetched, request, tokens, tokens - cached_tokens))
         return True
 
-    def _fetched(self, request: requests.Request, tokens: int, new: int) -> None:
+    def _fetched(self, request: requests.BatchRequest, tokens: int, new: int) -> None:
         """Ends a fetch of `new` tokens: the context is held, and its request goes first."""
         self._stop_fetch(request)
         self.counters.fetched += new
-        # In place of what a segment of the same key may have left meanwhile.
+        # Instead of what a segment of the same key may have left meanwhile.
         self._held.hold(request.key, tokens)
         self._held.evict(self._capacity - self._used)
         request.state = "waiting"
         self._waiting.appendleft(request)
         self._plan_admission()
 
-    def _stop_fetch(self, request: requests.Request) -> None:
+    def _stop_fetch(self, request: requests.BatchRequest) -> None:
         """Ends a fetch, or cuts it off; frees the room that is reserved for it."""
         self._fetches.stop(request)
         self._used -= request.length
@@ -379,13 +381,13 @@ class Batch:
         self._held.evict(room - steps * decoding)
         return steps
 
-    def _hold(self, request: requests.Request) -> None:
+    def _hold(self, request: requests.BatchRequest) -> None:
         """Keeps a request's prefix while there is room, in case that its segment returns."""
         self._held.hold(request.key, request.length)
         self._held.evict(self._capacity - self._used)
         self._keep(request)
 
-    def _keep(self, request: requests.Request) -> None:
+    def _keep(self, request: requests.BatchRequest) -> None:
         """Keeps the context in host memory, if the fleet does so."""
         # Between new weights and the end of the pause, contexts are those of the weights before.
         if self._store is not None and not self._stale:

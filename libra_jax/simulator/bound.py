@@ -58,7 +58,7 @@ Kinds: TypeAlias = dict[tuple[costs.CostModel, int], int]
 
 
 @dataclass(frozen=True)
-class Bound:
+class StepBound:
     """A lower bound and its parts, in seconds a training step.
 
     Attributes:
@@ -75,7 +75,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupSeconds:
     """Seconds of each group, in order of dispatch: rollout over all rollout devices, training, longest path."""
 
     work: Values
@@ -83,7 +83,9 @@ class Groups:
     path: Values
 
 
-def lower_bound(config: config_lib.RunConfig, simulation: world.SimulationConfig, workload: scripts.Workload) -> Bound:
+def lower_bound(
+    config: config_lib.RunConfig, simulation: world.SimulationConfig, workload: scripts.Workload
+) -> StepBound:
     """Returns the bound of a simulated run in which no group is replaced; the arguments are those of `world.run`.
 
     Simulated prompts are all new, so each has `coordinator.group_size` rollouts.
@@ -106,7 +108,7 @@ def lower_bound(config: config_lib.RunConfig, simulation: world.SimulationConfig
         having[instance_model] = having.get(instance_model, 0) + degree
     count = config.steps * limits.groups_per_step
     script_groups = [[workload.script(task, sample) for sample in range(limits.group_size)] for task in range(count)]
-    groups = Groups(
+    groups = GroupSeconds(
         work=_work(script_groups, kinds, having),
         train=np.array(
             [model.train_seconds([script.own_tokens for script in group], devices) for group in script_groups]
@@ -115,7 +117,7 @@ def lower_bound(config: config_lib.RunConfig, simulation: world.SimulationConfig
     )
     end = run_seconds(groups, limits.groups_per_step, limits.max_staleness)
     paths = groups.path.reshape(config.steps, -1).max(axis=1)
-    return Bound(
+    return StepBound(
         step_seconds=float(end / config.steps),
         work_seconds=float(groups.work.sum() / config.steps),
         train_seconds=float(groups.train.sum() / config.steps),
@@ -123,7 +125,7 @@ def lower_bound(config: config_lib.RunConfig, simulation: world.SimulationConfig
     )
 
 
-def run_seconds(groups: Groups, size: int, eta: int) -> float:
+def run_seconds(groups: GroupSeconds, size: int, eta: int) -> float:
     """Returns a lower bound on the end of the last training step (the recurrence of the module's docstring)."""
     work, train, path = (values.reshape(-1, size) for values in (groups.work, groups.train, groups.path))
     steps = len(work)

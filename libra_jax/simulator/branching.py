@@ -25,15 +25,15 @@ async def run_rollout(setup: agent_loop.RolloutSetup, environment: protocols.Env
       ConfigError: a limit is set that counts seconds of rollouts, which is not simulated for several segments.
     """
     trajectory, limits = setup.trajectory, setup.limits
-    assert isinstance(trajectory, counted.Trajectory)
+    assert isinstance(trajectory, counted.CountedTrajectory)
     if not trajectory.script.segments:
         return await agent_loop.run_rollout(setup, environment)
     if limits.rollout_seconds:
         raise protocols.ConfigError(
             "config.task.max_seconds: seconds of rollouts with several segments are not simulated; set it to 0"
         )
-    world = deadline_environment.Environment(environment, setup.task, limits)
-    rollout = _Rollout(trajectory, world, setup.tokenizer, setup.sampler, limits)
+    world = deadline_environment.DeadlineEnvironment(environment, setup.task, limits)
+    rollout = _BranchingRollout(trajectory, world, setup.tokenizer, setup.sampler, limits)
     try:
         await rollout.run()
     finally:
@@ -49,7 +49,7 @@ class _Answer(NamedTuple):
     seconds: float
 
 
-class _Rollout:
+class _BranchingRollout:
     """One rollout under way.
 
     Args:
@@ -61,8 +61,8 @@ class _Rollout:
 
     def __init__(
         self,
-        rollout: counted.Trajectory,
-        world: deadline_environment.Environment,
+        rollout: counted.CountedTrajectory,
+        world: deadline_environment.DeadlineEnvironment,
         tokenizer: protocols.Tokenizer,
         sampler: protocols.Sampler,
         limits: agent_loop.Limits,

@@ -1,7 +1,7 @@
 """Prefixes that a simulated instance holds for requests that may return, and contexts that it fetches.
 
-`batch.Batch` says how much room they have. If room is needed, held prefixes are dropped, least recently used first.
-Contexts are fetched from host memory (`offload.py`).
+`batch.InstanceBatch` says how much room they have. If room is needed, held prefixes are dropped, least recently used
+first. Contexts are fetched from host memory (`offload.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from libra_jax.simulator import requests
 
 
-class Held:
+class CachedPrefixes:
     """Prefixes that an instance holds, the least recently used first.
 
     Attributes:
@@ -25,7 +25,7 @@ class Held:
         self._prefixes: collections.OrderedDict[tuple[str, int], int] = collections.OrderedDict()
 
     def hold(self, key: tuple[str, int], tokens: int) -> None:
-        """Holds a prefix, in place of an earlier one of the same key."""
+        """Holds a prefix, instead of an earlier one of the same key."""
         # Popped first, so that it counts as the most recently used.
         self.tokens += tokens - self._prefixes.pop(key, 0)
         self._prefixes[key] = tokens
@@ -34,7 +34,7 @@ class Held:
         """Gives up a prefix, if one is held."""
         self.tokens -= self._prefixes.pop(key, 0)
 
-    def prefix(self, request: requests.Request) -> int:
+    def prefix(self, request: requests.BatchRequest) -> int:
         """Returns the tokens at the beginning of a request's context whose keys and values the instance holds."""
         cached_tokens = min(self._prefixes.get(request.key, 0), request.length)
         segment, shared = request.segment, request.length
@@ -66,21 +66,21 @@ class Fetches:
 
     def __init__(self) -> None:
         self.end = 0.0
-        self._timers: dict[requests.Request, asyncio.TimerHandle] = {}
+        self._timers: dict[requests.BatchRequest, asyncio.TimerHandle] = {}
 
-    def __iter__(self) -> Iterator[requests.Request]:
+    def __iter__(self) -> Iterator[requests.BatchRequest]:
         return iter(self._timers)
 
-    def latest(self) -> requests.Request | None:
+    def latest(self) -> requests.BatchRequest | None:
         """Returns the request whose fetch began last; None if none runs."""
         return next(reversed(self._timers), None)
 
-    def begin(self, request: requests.Request, timer: asyncio.TimerHandle) -> None:
+    def begin(self, request: requests.BatchRequest, timer: asyncio.TimerHandle) -> None:
         """Adds a fetch, which ends with its timer."""
         self._timers[request] = timer
         self.end = timer.when()
 
-    def stop(self, request: requests.Request) -> None:
+    def stop(self, request: requests.BatchRequest) -> None:
         """Ends a fetch, or cuts it off; frees the link after the last of the others."""
         self._timers.pop(request).cancel()
         self.end = max((timer.when() for timer in self._timers.values()), default=0.0)

@@ -36,7 +36,7 @@ class Comparison:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class MovedCoefficient:
     """Effect of one moved coefficient.
 
     Attributes:
@@ -64,7 +64,7 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
     for policy in policies:
         with_policy(run, policy)
     work = workload(run)
-    if run.workload.fit_buckets and isinstance(work, traces.Replay):
+    if run.workload.fit_buckets and isinstance(work, traces.RecordedWorkload):
         bounds = workloads.fitted_bounds(itertools.chain.from_iterable(work.prompts), run.rollout.kinds)
         run = dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, max_remaining_tokens=bounds))
     # Making each scheduler checks its settings.
@@ -74,7 +74,7 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
             variant, request_costs.SchedulingCosts(variant.simulation.cost_model(run.model.lora)), lambda request: 0
         )
     # A trace sets the steps: those in which each of its prompts is replayed `passes` times, the last step in part.
-    if isinstance(work, traces.Replay) and run.workload.passes:
+    if isinstance(work, traces.RecordedWorkload) and run.workload.passes:
         steps = -(-len(work.prompts) * run.workload.passes // run.coordinator.groups_per_step)
         run = dataclasses.replace(run, steps=max(1, steps))
     workloads.check_fits(work, run, run.simulation)
@@ -127,7 +127,7 @@ def workload(run: settings.SimulatedRun) -> scripts.Workload:
     return workloads.create(run.workload, seed=run.seed, tasks=tasks, max_context=run.rollout.max_context)
 
 
-def simulate(run: settings.SimulatedRun, recorder: results.StepRecorder | None = None) -> results.Result:
+def simulate(run: settings.SimulatedRun, recorder: results.StepRecorder | None = None) -> results.SimulationResult:
     """Simulates one policy under one seed.
 
     Args:
@@ -156,7 +156,7 @@ def record(run: settings.SimulatedRun) -> list[Mapping[str, Any]]:
 
 
 def entry(
-    run: settings.SimulatedRun, result: results.Result | None = None, policy: str | None = None
+    run: settings.SimulatedRun, result: results.SimulationResult | None = None, policy: str | None = None
 ) -> dict[str, Any]:
     """Returns the entry of one policy under one seed in the output file.
 
@@ -220,7 +220,7 @@ def compare(
 
 def sensitivity(
     run: settings.SimulatedRun, policies: Sequence[str], seeds: Sequence[int], *, jobs: int, progress: Progress
-) -> tuple[Comparison, list[Moved]]:
+) -> tuple[Comparison, list[MovedCoefficient]]:
     """Moves each coefficient by 30% down and up, one at a time, and compares the order of the policies.
 
     If the workload no longer fits after a move (too little memory for a context), the move is left out and reported.
@@ -242,12 +242,12 @@ def sensitivity(
             progress(f"{name} = {value:g}: left out ({error})")
             continue
         means = report.mean_step_seconds(entries)
-        moves.append(Moved(name, value, list(means), means, swapped(reference, list(means))))
+        moves.append(MovedCoefficient(name, value, list(means), means, swapped(reference, list(means))))
         progress(moved_line(moves[-1]))
     return base, moves
 
 
-def moved_line(moved: Moved) -> str:
+def moved_line(moved: MovedCoefficient) -> str:
     """Returns a line of the sensitivity table."""
     pairs = ", ".join(f"{first} and {second}" for first, second in moved.swapped)
     seconds = ", ".join(f"{policy} {moved.step_seconds[policy]:.0f}" for policy in moved.order)

@@ -21,7 +21,7 @@ REPLICA_BYTES = 6
 """Bytes of each parameter on a hybrid worker's training side: its synced value, and a gradient sum in float32."""
 
 
-class Engine(batch.Batch, protocols.RolloutEngine):
+class SimulatedEngine(batch.InstanceBatch, protocols.RolloutEngine):
     """A rollout engine on virtual time. Lives on one event loop.
 
     Args:
@@ -265,7 +265,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
                 else:
                     self._retire_leaving()
 
-    def _arrive(self, request: protocols.GenerationRequest) -> requests.Request:
+    def _arrive(self, request: protocols.GenerationRequest) -> requests.BatchRequest:
         """Queues a request for the rest of its script's turn, within its limits."""
         context = request.token_ids
         if not isinstance(context, trajectory.Context):
@@ -277,7 +277,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         # Tokens that the last engine sampled and did not stream belong to this request now.
         spans, segment.unstreamed = segment.unstreamed, []
         already = sum(count for _, count in spans)
-        arrival = requests.Request(
+        arrival = requests.BatchRequest(
             name=request.request_id,
             segment=segment,
             number=self._arrivals,
@@ -353,12 +353,12 @@ class Fleet:
             "start_seconds": 0.0 if running_specs is None else self._config.planner.start_seconds,
             "wake_seconds": self._config.planner.start_seconds,
         }
-        return protocols.ActorSpec(f"engine-{number}", "libra_jax.simulator.engine:Engine", arguments)
+        return protocols.ActorSpec(f"engine-{number}", "libra_jax.simulator.engine:SimulatedEngine", arguments)
 
     def training_side(
         self,
         engine_spec: protocols.ActorSpec,
-        channels: training_side.Channels,
+        channels: training_side.SimulatedChannels,
         train_seconds: Callable[[int, Sequence[int]], float],
     ) -> protocols.ActorSpec:
         """Returns the spec of a hybrid worker's training side.
@@ -390,7 +390,9 @@ class Fleet:
             "warm_seconds": self._warm_seconds,
             "masks": self._config.task.masks,
         }
-        return protocols.ActorSpec(f"hybrid-{worker}", "libra_jax.simulator.training_side:TrainingSide", arguments)
+        return protocols.ActorSpec(
+            f"hybrid-{worker}", "libra_jax.simulator.training_side:SimulatedTrainingSide", arguments
+        )
 
     def busy_share(self, seconds: float) -> float:
         """Returns the share of the device-seconds in which instances ran steps."""

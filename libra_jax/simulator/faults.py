@@ -43,21 +43,23 @@ class FaultConfig:
     channel_failure: float = config_lib.field(0.0, ge=0, le=1)
 
 
-def parts(config: FaultConfig, seed: int) -> world.Parts:
+def parts(config: FaultConfig, seed: int) -> world.MachineFactories:
     """Returns the machines that fail as `config` asks for; the same seed breaks the same things."""
     if config == FaultConfig():
         # Without faults, nothing is drawn, which would slow the simulation.
-        return world.Parts()
+        return world.MachineFactories()
     rollouts = itertools.count()
     # Engines and hybrid workers draw by name and life, so every policy meets the same faults there. Rollouts draw by
     # the order in which they begin, which a policy changes.
-    return world.Parts(
-        engine=lambda life, **arguments: Engine(
+    return world.MachineFactories(
+        engine=lambda life, **arguments: FaultyEngine(
             config, random.Random(f"{seed}/{arguments['name']}/{life}"), **arguments
         ),
-        environment=lambda book: Environment(config, random.Random(f"{seed}/environment/{next(rollouts)}"), book=book),
-        trainer=lambda life, **arguments: Trainer(config, random.Random(f"{seed}/trainer"), **arguments),
-        make_training_side=lambda life, **arguments: TrainingSide(
+        environment=lambda book: FaultyEnvironment(
+            config, random.Random(f"{seed}/environment/{next(rollouts)}"), book=book
+        ),
+        trainer=lambda life, **arguments: FaultyTrainer(config, random.Random(f"{seed}/trainer"), **arguments),
+        make_training_side=lambda life, **arguments: FaultyTrainingSide(
             config, random.Random(f"{seed}/replica/{arguments['worker']}/{life}"), **arguments
         ),
     )
@@ -82,7 +84,7 @@ class _Faulty:
         self._faults, self._rng = faults, rng
 
 
-class Engine(_Faulty, engine.Engine):
+class FaultyEngine(_Faulty, engine.SimulatedEngine):
     """One life of an engine: it may be on a slow node, die early, or hang when it falls asleep or wakes."""
 
     async def start(self) -> protocols.EngineInfo:
@@ -106,7 +108,7 @@ class Engine(_Faulty, engine.Engine):
         await super().wake()
 
 
-class Environment(_Faulty, trajectory.ScriptedEnvironment):
+class FaultyEnvironment(_Faulty, trajectory.ScriptedEnvironment):
     """One rollout's environment: each tool call may crash it, or never return."""
 
     async def step(self, output: str) -> protocols.StepResult:
@@ -120,7 +122,7 @@ class Environment(_Faulty, trajectory.ScriptedEnvironment):
         return result
 
 
-class Trainer(_Faulty, trainer.Trainer):
+class FaultyTrainer(_Faulty, trainer.SimulatedTrainer):
     """A trainer with late snapshots and gradient channels that fail to open or close."""
 
     async def _called(self, call: str) -> None:
@@ -132,7 +134,7 @@ class Trainer(_Faulty, trainer.Trainer):
             await asyncio.sleep(self._rng.expovariate(1.0 / self._faults.late_seconds))
 
 
-class TrainingSide(_Faulty, training_side.TrainingSide):
+class FaultyTrainingSide(_Faulty, training_side.SimulatedTrainingSide):
     """One life of a hybrid worker's training side: it may be short, any call may hang, any share may be slow."""
 
     async def start(self) -> protocols.TrainerInfo:

@@ -19,7 +19,7 @@ Key = tuple[str, int]
 """Name of a segment, and the number of its life (`trajectory.Counted.key`)."""
 
 
-class Kept(NamedTuple):
+class OffloadedContext(NamedTuple):
     """A context in host memory.
 
     Attributes:
@@ -49,7 +49,7 @@ class Store:
 
     def __init__(self) -> None:
         self._hosts: dict[str, HostMemory] = {}
-        self._kept: dict[Key, Kept] = {}
+        self._kept: dict[Key, OffloadedContext] = {}
 
     def join(self, instance: str, degree: int, model: costs.CostModel) -> None:
         """Gives an instance that begins its life an empty memory; its costs give the memory's size and speed."""
@@ -57,20 +57,20 @@ class Store:
         self._hosts[instance] = HostMemory(degree, model, model.host_tokens(degree))
 
     def keep(self, instance: str, key: Key, tokens: int, policy_version: int) -> None:
-        """Keeps a context, in place of an earlier one of its segment; drops the least recently kept for room."""
+        """Keeps a context, instead of an earlier one of its segment; drops the least recently kept for room."""
         before = self._kept.pop(key, None)
         if before is not None:
             self._forget(before.instance, key)
         host = self._hosts[instance]
         host.contexts[key] = tokens
         host.tokens += tokens
-        self._kept[key] = Kept(instance, tokens, policy_version)
+        self._kept[key] = OffloadedContext(instance, tokens, policy_version)
         while host.tokens > host.capacity:
             oldest, count = host.contexts.popitem(last=False)
             host.tokens -= count
             del self._kept[oldest]
 
-    def find(self, key: Key, policy_version: int) -> Kept | None:
+    def find(self, key: Key, policy_version: int) -> OffloadedContext | None:
         """Returns the kept context of a segment; None if there is none that this version computed."""
         entry = self._kept.get(key)
         return entry if entry is not None and entry.policy_version == policy_version else None

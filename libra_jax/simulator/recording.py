@@ -27,14 +27,14 @@ LEAST_STEPS = 4
 
 CONFIG_FILE = "config.json"
 
-_Streams: TypeAlias = tuple[calibration.Stream, ...]
+_Streams: TypeAlias = tuple[calibration.RequestStay, ...]
 
 Work = tuple[tuple[int, tuple[tuple[int, int, str | None], ...]], ...]
 """Work of a step: of each trajectory, its prompt tokens, and each turn's generated tokens, payload and tool."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class RecordedSeconds:
     """Seconds of a training step.
 
     Attributes:
@@ -51,7 +51,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One training step.
 
     Attributes:
@@ -63,7 +63,7 @@ class Step:
     """
 
     number: int
-    parts: Parts
+    parts: RecordedSeconds
     lengths: tuple[int, ...]
     work: Work
     scripts: tuple[scripts.Script, ...]
@@ -83,7 +83,7 @@ class Recording:
     """
 
     config: config_lib.RunConfig
-    steps: tuple[Step, ...]
+    steps: tuple[RecordedStep, ...]
     groups: tuple[tuple[scripts.Script, ...], ...]
     streams: _Streams
     loads: tuple[tuple[float, float], ...]
@@ -197,7 +197,7 @@ def _config(path: Path) -> config_lib.RunConfig:
         raise protocols.DataError(f"{path}: is not the config of a run of this version ({error})") from error
 
 
-def _numbers(path: Path, config: config_lib.RunConfig) -> dict[int, Parts]:
+def _numbers(path: Path, config: config_lib.RunConfig) -> dict[int, RecordedSeconds]:
     """Returns each step's seconds."""
     table = metrics.read(path)
     step_numbers = [number for number in table if number > 0]
@@ -230,7 +230,7 @@ def _numbers(path: Path, config: config_lib.RunConfig) -> dict[int, Parts]:
         # Groups run while a checkpoint is written and an evaluation goes on, so only a part of that time is beside the
         # stages.
         waited = scalars.get("rollout/wait_seconds", 0.0) if config.coordinator.max_staleness else rollout
-        parts[number] = Parts(max(step - besides, min(step, train + sync + waited)), rollout, train, sync)
+        parts[number] = RecordedSeconds(max(step - besides, min(step, train + sync + waited)), rollout, train, sync)
     return parts
 
 
@@ -263,10 +263,10 @@ def _groups(
 
 def _step(
     number: int,
-    parts: Parts,
+    parts: RecordedSeconds,
     rollouts: Sequence[tuple[Mapping[str, Any], scripts.Script]],
     masks: Callable[[str | None], bool],
-) -> Step:
+) -> RecordedStep:
     """Returns a step with the lengths and the work of its rollouts."""
     lengths, work = [], []
     for record, script in rollouts:
@@ -281,7 +281,9 @@ def _step(
         # Sorted below: the order in which rollouts ended is chance, and the same work must compare equal.
         done = tuple((turn["generated_tokens"], turn["payload_tokens"], turn["tool"]) for turn in turns)
         work.append((record["prompt_tokens"], done))
-    return Step(number, parts, tuple(lengths), tuple(sorted(work, key=repr)), tuple(script for _, script in rollouts))
+    return RecordedStep(
+        number, parts, tuple(lengths), tuple(sorted(work, key=repr)), tuple(script for _, script in rollouts)
+    )
 
 
 def _ends(path: Path, spans: Sequence[protocols.Span], config: config_lib.RunConfig) -> tuple[float, ...]:

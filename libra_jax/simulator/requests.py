@@ -36,7 +36,7 @@ class Counters:
 
 
 @dataclass(eq=False)
-class Request:
+class BatchRequest:
     """A request from its arrival to its departure; it has `length` tokens of context at step `since`."""
 
     name: str
@@ -72,14 +72,14 @@ class Request:
 class Prefill:
     """Requests prefilled together in `steps` more steps; each step takes `seconds` of attention on top."""
 
-    requests: list[Request]
+    requests: list[BatchRequest]
     steps: int
     tokens: float
     seconds: float
 
 
 @dataclass(frozen=True)
-class Pace:
+class BatchPace:
     """The steps of a batch that does not change; a step's time is linear in the context.
 
     With n decoding requests and C tokens of context at the start, the j-th step (from 0) takes

@@ -15,7 +15,7 @@ from libra_jax.telemetry.report import timeline
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulationResult:
     """The results of a simulated run. Seconds are virtual, except `wall_seconds`.
 
     Attributes:
@@ -83,7 +83,7 @@ class Result:
 
 
 class StepRecorder(memory.MemoryRecorder):
-    """Keeps only what a `Result` is made of, because a simulation has very many spans and rollouts."""
+    """Keeps only what a `SimulationResult` is made of, because a simulation has very many spans and rollouts."""
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
         """Drops the span."""
@@ -122,7 +122,7 @@ def from_run(
     log: trainer.TrainingLog,
     fleet: engine.Fleet,
     wall: float,
-) -> Result:
+) -> SimulationResult:
     """Returns the results of a run.
 
     Args:
@@ -142,7 +142,7 @@ def from_run(
     counters = fleet.counters
     prefilled = sum(count.prefilled for count in counters)
     replaced = summary.replaced_rollouts
-    return Result(
+    return SimulationResult(
         seconds=seconds,
         tokens_per_second=generated / seconds,
         step_seconds=step_seconds,

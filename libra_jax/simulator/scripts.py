@@ -17,7 +17,7 @@ from libra_jax import protocols
 
 
 @dataclass(frozen=True)
-class Segment:
+class ScriptedSegment:
     """A scripted segment after a rollout's first one (`protocols.Segment`).
 
     Attributes:
@@ -31,7 +31,7 @@ class Segment:
     prompt_tokens: int
 
 
-class Output(NamedTuple):
+class ScriptedOutput(NamedTuple):
     """One model output of a script, with the context that it continues.
 
     Attributes:
@@ -65,10 +65,10 @@ class Script:
     prompt_tokens: int
     turns: tuple[protocols.Turn, ...]
     limit: str | None = None
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[ScriptedSegment, ...] = ()
     places: tuple[int, ...] = ()
 
-    def outputs(self) -> Iterator[Output]:
+    def outputs(self) -> Iterator[ScriptedOutput]:
         """Yields the outputs in order, each with its context."""
         places = self.places or (0,) * len(self.turns)
         last = {place: index for index, place in enumerate(places)}
@@ -79,7 +79,7 @@ class Script:
                 segment = self.segments[place - 1]
                 lengths[place], owed[place] = segment.shared_tokens, segment.prompt_tokens
             cached, fresh = lengths.get(place, 0), owed[place]
-            yield Output(turn, place, cached, fresh, index < last[place])
+            yield ScriptedOutput(turn, place, cached, fresh, index < last[place])
             lengths[place] = cached + fresh + max(1, turn.generated_tokens)
             owed[place] = turn.payload_tokens
 
@@ -185,7 +185,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedLengths:
     """Requested lengths of rollouts; None leaves a property unchanged.
 
     Attributes:
@@ -215,7 +215,7 @@ class Wanted:
         return any(getattr(self, item.name) is not None for item in dataclasses.fields(self))
 
 
-def reshaped(rollouts: Sequence[Script], targets: Wanted) -> list[Script]:
+def reshaped(rollouts: Sequence[Script], targets: RequestedLengths) -> list[Script]:
     """Returns the rollouts, in the same order, with the lengths of `targets`; the longest stays the longest.
 
     Raises:

@@ -55,7 +55,7 @@ def read(path: Path) -> list[tuple[str, scripts.Script]]:
         finish = record.get("finish")
         limit = finish if finish in protocols.LIMITS else None
         further = tuple(
-            scripts.Segment(
+            scripts.ScriptedSegment(
                 segment["parent"],
                 segment["shared_tokens"],
                 # A context of no token at all could not be continued.
@@ -70,7 +70,7 @@ def read(path: Path) -> list[tuple[str, scripts.Script]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replay:
+class RecordedWorkload:
     """A `scripts.Workload` over recorded trajectories.
 
     Attributes:
@@ -92,7 +92,7 @@ class Replay:
         if self.shuffle:
             position = _order(len(self.prompts), f"{self.seed}/{epoch}")[position]
         recorded = self.prompts[position]
-        # What was recorded is replayed as it was; only siblings that nobody recorded are made up.
+        # What was recorded is replayed as it was; only siblings that no one recorded are made up.
         if sample < len(recorded) or self.sigma == 0:
             return recorded[sample % len(recorded)]
         rng = random.Random(f"{self.seed}/{task_index}/{sample}")
@@ -103,7 +103,9 @@ PARTS = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)
 """Parts of a trace's prompts, so that what was chosen on one part can be judged on the other."""
 
 
-def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool = True, part: str = "all") -> Replay:
+def load(
+    path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool = True, part: str = "all"
+) -> RecordedWorkload:
     """Returns a replay of the trace at `path`; trajectories of one prompt become siblings.
 
     Args:
@@ -118,7 +120,7 @@ def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool
     chosen = list(prompts.values())[PARTS[part]]
     if not chosen:
         raise protocols.DataError(f"{path}: its {part} prompts are none; it has {len(prompts)} in all")
-    return Replay(tuple(tuple(group) for group in chosen), seed, sigma, max_context, shuffle)
+    return RecordedWorkload(tuple(tuple(group) for group in chosen), seed, sigma, max_context, shuffle)
 
 
 def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.Random) -> scripts.Script:
@@ -160,7 +162,7 @@ def _fitting(script: scripts.Script, turns: Sequence[tuple[protocols.Turn, int]]
     than its parent has left.
     """
     *before, (last, place_of_last) = turns
-    segments_by_place: dict[int, scripts.Segment] = {}
+    segments_by_place: dict[int, scripts.ScriptedSegment] = {}
     contexts = {0: script.prompt_tokens}
     fitting_turns: list[tuple[protocols.Turn, int]] = []
     full: set[int] = set()

@@ -47,7 +47,7 @@ class OnMesh:
 
     sizes: tuple[int, int, int]
     model: costs.CostModel
-    trainer: meshes.Trainer
+    trainer: meshes.TrainerProperties
     resize_seconds: float
 
     def train_seconds(self, lengths: Sequence[int], *, update: bool = True) -> float:
@@ -57,7 +57,7 @@ class OnMesh:
 
 
 @dataclass(eq=False)
-class Trainer:
+class SimulatedTrainer:
     """A `protocols.Trainer` on virtual time.
 
     Attributes:
@@ -74,7 +74,7 @@ class Trainer:
     devices: int
     log: TrainingLog
     mesh: OnMesh | None = None
-    channels: training_side.Channels = field(default_factory=training_side.Channels)
+    channels: training_side.SimulatedChannels = field(default_factory=training_side.SimulatedChannels)
     late: float = 2.0
     late_seconds: float = 1.0
     masks: training_side.Masks | None = None

@@ -12,7 +12,7 @@ from libra_jax.planning.costs import costs
 
 
 @dataclass
-class Channels:
+class SimulatedChannels:
     """The gradient channels between a simulated trainer and its hybrid workers.
 
     Attributes:
@@ -114,7 +114,7 @@ def counted(part: Sequence[int], lengths: Sequence[int]) -> float:
 
 
 @dataclass(eq=False)
-class TrainingSide(protocols.TrainingSide):
+class SimulatedTrainingSide(protocols.TrainingSide):
     """The training side of a hybrid worker on virtual time.
 
     Attributes:
@@ -132,7 +132,7 @@ class TrainingSide(protocols.TrainingSide):
     _: KW_ONLY
     devices: int
     model: costs.Costs
-    channels: Channels
+    channels: SimulatedChannels
     train_seconds: Callable[[Sequence[int]], float]
     start_seconds: float = 0.0
     warm_seconds: float = 0.0

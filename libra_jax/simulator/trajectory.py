@@ -232,15 +232,15 @@ class Counted(protocols.Segment):
         return values
 
 
-class Segment(Counted):
+class CountedSegment(Counted):
     """A segment after the first one of its rollout."""
 
-    def __init__(self, rollout: Trajectory, lengths: Sequence[int]) -> None:
+    def __init__(self, rollout: CountedTrajectory, lengths: Sequence[int]) -> None:
         self._begin(rollout.trajectory_id, rollout.prompt_id, lengths, len(rollout.branches) + 1)
         self.life = rollout.life
 
 
-class Trajectory(Counted, protocols.Trajectory):
+class CountedTrajectory(Counted, protocols.Trajectory):
     """A `protocols.Trajectory` with counted tokens, and the script that it follows.
 
     Attributes:
@@ -268,9 +268,9 @@ class Trajectory(Counted, protocols.Trajectory):
         turns = zip(script.turns, script.places or (0,) * len(script.turns), strict=True)
         return tuple(max(1, turn.generated_tokens) for turn, at in turns if at == place)
 
-    def begin(self, place: int, parent: Counted | None, shared: int) -> Segment:
+    def begin(self, place: int, parent: Counted | None, shared: int) -> CountedSegment:
         """Begins the script's segment of this number, as `branch` does."""
-        segment = Segment(self, self._lengths(place))
+        segment = CountedSegment(self, self._lengths(place))
         segment.parent, segment.shared = parent, shared
         # As in `branch`: tokens shared with the parent's own beginning belong to the segment that holds them.
         while segment.parent is not None and shared <= segment.parent.shared:
@@ -325,16 +325,16 @@ class Book:
     workload: scripts.Workload
     trajectory_count: int = field(default=0, init=False)
     # Weak: the simulator must not keep 100,000 finished trajectories alive.
-    _alive: weakref.WeakValueDictionary[str, Trajectory] = field(
+    _alive: weakref.WeakValueDictionary[str, CountedTrajectory] = field(
         default_factory=weakref.WeakValueDictionary, init=False
     )
     _prompt_tokens: dict[str, int] = field(default_factory=dict, init=False)
 
-    def make(self, trajectory_id: str, prompt_id: str) -> Trajectory:
+    def make(self, trajectory_id: str, prompt_id: str) -> CountedTrajectory:
         """Returns a trajectory that has not begun."""
         task, _, sample = trajectory_id.rpartition("/")
         script = self.workload.script(int(task), int(sample))
-        trajectory = Trajectory(trajectory_id, prompt_id, script=script)
+        trajectory = CountedTrajectory(trajectory_id, prompt_id, script=script)
         self._alive[trajectory_id] = trajectory
         self.trajectory_count += 1
         return trajectory

@@ -55,8 +55,8 @@ class Twin:
 
     model: measured_costs.Calibration
     level: float
-    measured: tuple[recording.Parts, ...]
-    predicted: tuple[recording.Parts, ...]
+    measured: tuple[recording.RecordedSeconds, ...]
+    predicted: tuple[recording.RecordedSeconds, ...]
     calibrated: int
     spread: float | None
     repeated: int
@@ -121,7 +121,7 @@ def calibrate(recorded: recording.Recording, steps: int) -> measured_costs.Calib
       DataError: an instance served too little in them.
     """
     end = recorded.ends[steps - 1]
-    by_degree: dict[int, dict[str, list[calibration.Stream]]] = {
+    by_degree: dict[int, dict[str, list[calibration.RequestStay]]] = {
         degree: collections.defaultdict(list) for degree in recorded.config.rollout.tensor_parallel
     }
     # Streams of later steps are left out: the twin must not know what it predicts.
@@ -129,7 +129,7 @@ def calibrate(recorded: recording.Recording, steps: int) -> measured_costs.Calib
         by_degree[recorded.degree(stream.instance)][stream.instance].append(stream)
     engines = {degree: calibration.fit_engine(list(mine.values())) for degree, mine in by_degree.items()}
     first, trainer = recorded.steps[:steps], recorded.config.trainer
-    shape = rows.Shape((trainer.row_tokens, *trainer.row_buckets), trainer.micro_batch_rows, trainer.pack)
+    shape = rows.RowShape((trainer.row_tokens, *trainer.row_buckets), trainer.micro_batch_rows, trainer.pack)
     columns = [rows.processed_columns(step.lengths, shape) for step in first]
     return measured_costs.Calibration(
         engines=engines,
@@ -165,7 +165,9 @@ def levelled(
     return scaled, level
 
 
-def replay(recorded: recording.Recording, model: measured_costs.Calibration, steps: int) -> tuple[recording.Parts, ...]:
+def replay(
+    recorded: recording.Recording, model: measured_costs.Calibration, steps: int
+) -> tuple[recording.RecordedSeconds, ...]:
     """Returns the simulated seconds of the first `steps` steps."""
     # Evaluations and checkpoints are not in the recorded seconds, and `recording.read` takes no run that moved.
     recorded_config = recorded.config
@@ -184,7 +186,7 @@ def replay(recorded: recording.Recording, model: measured_costs.Calibration, ste
     simulation = world.SimulationConfig(train_devices=config.trainer.devices)
     result = world.run(config, simulation, recorded, lambda costs, remaining: scheduler, model=model)
     names = ("step/seconds", "rollout/seconds", "train/seconds", "sync/seconds")
-    return tuple(recording.Parts(*(step[name] for name in names)) for step in result.steps)
+    return tuple(recording.RecordedSeconds(*(step[name] for name in names)) for step in result.steps)
 
 
 def spread(steps: Sequence[tuple[Hashable, float]]) -> tuple[float | None, int, int]:

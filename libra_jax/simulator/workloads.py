@@ -164,7 +164,7 @@ def agents(draw: _Draw, progress: float) -> scripts.Script:
     rng, prompt = draw.sample, plain.prompt_tokens
     turns: list[protocols.Turn] = []
     places: list[int] = []
-    segments: list[scripts.Segment] = []
+    segments: list[scripts.ScriptedSegment] = []
     main, context = 0, prompt  # the main line's present segment, and its context
     index = 0
 
@@ -178,7 +178,7 @@ def agents(draw: _Draw, progress: float) -> scripts.Script:
         if context > COMPACTION_TOKENS:
             summary = _log_normal(rng, SUMMARY_TOKENS, 0.3, 3_000)
             add(protocols.Turn(summary), main)
-            segments.append(scripts.Segment(0, prompt, summary))
+            segments.append(scripts.ScriptedSegment(0, prompt, summary))
             main, context = len(segments), prompt + summary
         context += add(before[index], main)
         index += 1
@@ -186,7 +186,7 @@ def agents(draw: _Draw, progress: float) -> scripts.Script:
             report = _log_normal(rng, 400, 0.4, 2_000)
             context += add(protocols.Turn(_log_normal(rng, 120, 0.4, 600), "task", "success", report, 0.1), main)
             shared = min(SHARED_PROMPT, prompt)
-            segments.append(scripts.Segment(0, shared, SUB_AGENT_PROMPT - shared))
+            segments.append(scripts.ScriptedSegment(0, shared, SUB_AGENT_PROMPT - shared))
             count = rng.randint(*SUB_AGENT_TURNS)
             for turn in before[index : index + count]:
                 add(turn, len(segments))

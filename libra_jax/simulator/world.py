@@ -113,32 +113,32 @@ class SimulationConfig:
 
 
 @dataclass(frozen=True)
-class Parts:
+class MachineFactories:
     """How the simulated machines are made: fault injection makes some of them another way.
 
     Attributes:
-      engine: makes an engine, given the number of its life from 0 and the arguments of `engine.Engine`.
+      engine: makes an engine, given the number of its life from 0 and the arguments of `engine.SimulatedEngine`.
       environment: makes a rollout's environment.
-      trainer: makes a trainer, given the number of its life and the arguments of `trainer.Trainer`.
+      trainer: makes a trainer, given the number of its life and the arguments of `trainer.SimulatedTrainer`.
       make_training_side: makes the training side of a hybrid worker, given the number of its life and the arguments of
-        `training_side.TrainingSide`.
+        `training_side.SimulatedTrainingSide`.
       handle: makes the handle of an actor, given its name and the actor.
     """
 
-    engine: Callable[..., engine.Engine] = lambda life, **arguments: engine.Engine(**arguments)
+    engine: Callable[..., engine.SimulatedEngine] = lambda life, **arguments: engine.SimulatedEngine(**arguments)
     environment: Callable[[trajectory.Book], protocols.Environment] = trajectory.ScriptedEnvironment
-    trainer: Callable[..., trainer.Trainer] = lambda life, **arguments: trainer.Trainer(**arguments)
-    make_training_side: Callable[..., training_side.TrainingSide] = lambda life, **arguments: (
-        training_side.TrainingSide(**arguments)
+    trainer: Callable[..., trainer.SimulatedTrainer] = lambda life, **arguments: trainer.SimulatedTrainer(**arguments)
+    make_training_side: Callable[..., training_side.SimulatedTrainingSide] = lambda life, **arguments: (
+        training_side.SimulatedTrainingSide(**arguments)
     )
     handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
 
 
 @dataclass(eq=False)
-class Cluster:
+class SimulatedCluster:
     """A `protocols.Cluster` whose actors are plain objects on the one event loop."""
 
-    parts: Parts
+    parts: MachineFactories
     _actors: dict[str, Any] = field(default_factory=dict, init=False)
     _lives: dict[str, int] = field(default_factory=dict, init=False)
 
@@ -148,9 +148,9 @@ class Cluster:
         life = self._lives[spec.name] = self._lives.get(spec.name, -1) + 1
         # By the factory's name, as a real cluster gets it, so the coordinator cannot tell the difference.
         makers = {
-            "libra_jax.simulator.engine:Engine": self.parts.engine,
-            "libra_jax.simulator.trainer:Trainer": self.parts.trainer,
-            "libra_jax.simulator.training_side:TrainingSide": self.parts.make_training_side,
+            "libra_jax.simulator.engine:SimulatedEngine": self.parts.engine,
+            "libra_jax.simulator.trainer:SimulatedTrainer": self.parts.trainer,
+            "libra_jax.simulator.training_side:SimulatedTrainingSide": self.parts.make_training_side,
         }
         if spec.factory in makers:
             actor = makers[spec.factory](life, **spec.arguments)
@@ -180,10 +180,10 @@ def run(
     workload: scripts.Workload,
     make_scheduler: MakeScheduler,
     *,
-    parts: Parts | None = None,
+    parts: MachineFactories | None = None,
     recorder: results.StepRecorder | None = None,
     model: costs.Costs | None = None,
-) -> results.Result:
+) -> results.SimulationResult:
     """Simulates a whole run.
 
     Args:
@@ -199,11 +199,11 @@ def run(
       ConfigError: the run asks for something that a simulation cannot do, or the cluster cannot hold it.
       LibraError: what ended the run, in one sentence.
     """
-    # Before anything is made: a setting that nobody would read must not pass in silence.
+    # Before anything is made: a setting that no one would read must not pass in silence.
     _check(config)
     model, parts, recorder = (
         model or simulation.cost_model(config.model.lora),
-        parts or Parts(),
+        parts or MachineFactories(),
         recorder or results.StepRecorder(),
     )
     book, log, environment = trajectory.Book(workload), trainer.TrainingLog(), parts.environment
@@ -214,7 +214,7 @@ def run(
     fleet = engine.Fleet(config, slots, model, simulation.warm_seconds, store, models_by_accelerator)
     specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]
     mesh, planned = _mesh_and_planner(config, simulation, model)
-    channels, elastic = training_side.Channels(), config.elastic
+    channels, elastic = training_side.SimulatedChannels(), config.elastic
 
     def alone(devices: int, lengths: Sequence[int]) -> float:
         """Returns the seconds of a hybrid worker's part of a step; its devices split each layer's matrices."""
@@ -230,7 +230,7 @@ def run(
     )
     spec = protocols.ActorSpec(
         "trainer",
-        "libra_jax.simulator.trainer:Trainer",
+        "libra_jax.simulator.trainer:SimulatedTrainer",
         {
             "model": model,
             "devices": simulation.train_devices,
@@ -244,7 +244,7 @@ def run(
     )
     simulated_coordinator = coordinator.Coordinator(
         # Nothing is saved, so the folder does not exist.
-        parts_lib.RunContext(config, Cluster(parts), recorder, pathlib.Path("simulated")),
+        parts_lib.CoordinatorContext(config, SimulatedCluster(parts), recorder, pathlib.Path("simulated")),
         parts_lib.WorkerSpecs(spec, specs, sides, make_engine=fleet.spec),
         rollouts.Agent(
             tasks=trajectory.NumberedTasks(),
@@ -329,14 +329,16 @@ def _mesh_and_planner(
     )
     assert isinstance(model, costs.CostModel)
     data, fsdp, tensor = simulation.train_mesh
-    mesh_trainer = meshes.Trainer.from_config(config, model.sheet)
+    mesh_trainer = meshes.TrainerProperties.from_config(config, model.sheet)
     meshes.check_fits(model, mesh_trainer, (data, fsdp, tensor), "simulation.train_mesh")
     mesh = trainer.OnMesh((data, fsdp, tensor), model, mesh_trainer, config.planner.resize_seconds)
     if not config.planner.period:
         return mesh, None
     # Hybrid workers stay out of plans: the elastic policy switches them, and a plan moves the core's devices only.
     devices = simulation.train_devices + sum(plans.core_degrees(config))
-    setting = forecast.Setting.from_config(config, model, devices, slots=simulation.instance_slots(config.rollout))
+    setting = forecast.PlanConditions.from_config(
+        config, model, devices, slots=simulation.instance_slots(config.rollout)
+    )
     forecast.check_layout(config, setting)
     begin = plans.from_config(config, (data, fsdp, tensor))
     return mesh, planner.GlobalPlanner(config.planner, setting, begin, masks=config.task.masks)

@@ -81,7 +81,7 @@ def sparkline(values: list[float]) -> str:
     return "".join(SPARKS[round((v - low) * scale)] if abs(v) < float("inf") else "?" for v in values)
 
 
-class Pace:
+class RunPace:
     """The progress of a run and its remaining time, from the times at which steps ended.
 
     Args:
@@ -111,7 +111,7 @@ class Pace:
         return (self.steps - last) * (end_time - start_time) / (last - first) if last > first else None
 
 
-class Speed:
+class TokenRate:
     """Generated tokens per second over the last `RATE_STEPS` steps.
 
     A single step says little: an asynchronous step may train on earlier rollouts and generate nothing itself.
@@ -139,7 +139,7 @@ class Speed:
         return sum(tokens for tokens, _ in self._steps) / sum(seconds for _, seconds in self._steps)
 
 
-def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
+def step_line(step: int, pace: RunPace, scalars: Mapping[str, float]) -> str:
     """Returns the line for a step in plain output, at most `WIDTH` columns.
 
     Args:
@@ -187,8 +187,8 @@ class PlainConsole(sinks.Sink):
         self._stream = stream
         self._clock = clock
         self._warn = warn
-        self._pace = Pace(steps, clock())
-        self._speed = Speed()
+        self._pace = RunPace(steps, clock())
+        self._speed = TokenRate()
         # The first status is never held back.
         self._last_line = float("-inf")
         self._lost = False
@@ -199,7 +199,7 @@ class PlainConsole(sinks.Sink):
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         self._pace.step_ended(step, self._clock())
         self._speed.step_ended(scalars)
-        # A line shows the speed of the last steps in place of the step's own (see `Speed`).
+        # A line shows the speed of the last steps instead of the step's own (see `TokenRate`).
         line_scalars = {name: value for name, value in scalars.items() if name != "tokens_per_second"}
         if (speed := self._speed.tokens_per_second) is not None and "tokens_per_second" in scalars:
             line_scalars["tokens_per_second"] = speed
@@ -247,7 +247,7 @@ class PlainConsole(sinks.Sink):
         except (OSError, ValueError) as error:  # ValueError means that the stream was closed
             self._lost = True
             quiet(self._stream)
-            self._warn(LOST, f"Nobody reads the console any more ({error}); the run goes on.")
+            self._warn(LOST, f"No one reads the console any more ({error}); the run goes on.")
 
 
 def quiet(stream: TextIO) -> None:

@@ -100,7 +100,7 @@ class Collector(registry.Collector):
                 yield gauge
 
 
-class Endpoint:
+class MetricsServer:
     """The HTTP server.
 
     Args:

@@ -21,7 +21,7 @@ _HIDDEN = (
     "\u00ad\u061c\u180e\u200b\u200e\u200f"  # soft hyphen, marks of direction, spaces without a width
     "\u2028-\u202e\u2060-\u206f"  # separators of lines, embeddings, overrides and isolates of direction
     "\ufeff\ufff9-\ufffb\ufdd0-\ufdef\ufffe\uffff"  # byte order mark, annotations, what is no character
-    "\U000e0000-\U000e0fff"  # tags, which spell out text that nobody sees
+    "\U000e0000-\U000e0fff"  # tags, which spell out text that no one sees
 )
 # The two joiners (U+200C, U+200D) are kept: Persian, Indic scripts and emoji need them, and they reorder nothing.
 _CONTROLS = re.compile(f"[{_HIDDEN}\ud800-\udfff]")
@@ -80,7 +80,7 @@ _REFERENCE = re.compile(r"(\w+ )?\$\{(env:)?[A-Za-z_]\w*\}")
 
 
 def redacted(values: Any, name: str = "") -> Any:
-    """Returns the settings as plain values, with `SECRET` in place of secrets.
+    """Returns the settings as plain values, with `SECRET` instead of secrets.
 
     Args:
       values: Nested mappings, lists and plain values.
@@ -96,5 +96,5 @@ def redacted(values: Any, name: str = "") -> Any:
 
 
 def redacted_settings(values: Mapping[str, object]) -> dict[str, object]:
-    """Returns settings by full name (`config.listing.values_of`), with `SECRET` in place of secrets."""
+    """Returns settings by full name (`config.listing.values_of`), with `SECRET` instead of secrets."""
     return {name: redacted(value, name.rpartition(".")[2]) for name, value in values.items()}

@@ -56,7 +56,7 @@ def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
         lines.append(_text(verdict, style="bold red" if dead else "bold"))
     lines += [_text(problem, style="bold red") for problem in view["problems"]]
     lines += numbers(view)
-    # After a good end nobody works any more. After a failure, the table shows where the run stopped.
+    # After a good end no one works any more. After a failure, the table shows where the run stopped.
     if not view["ended"] or view["ended"]["how"] == "failed":
         lines.append(workers(view["workers"], has_ended=has_ended))
     for title, counts in (("workers lost", view["failures"]), ("groups replaced", view["replaced"])):
@@ -98,7 +98,7 @@ def numbers(view: Mapping[str, Any]) -> list[RenderableType]:
     Empty before the first step.
     """
     scalars = dict(view["scalars"])
-    # The speed of a single step says little; see `console.Speed`.
+    # The speed of a single step says little; see `console.TokenRate`.
     if "tokens_per_second" in scalars:
         scalars["tokens_per_second"] = view.get("tokens_per_second") or None
     cells = [
@@ -150,7 +150,7 @@ class LiveConsole(status.RunStatus):
         super().__init__(name, steps, 0, clock)
         self._stream = stream
         self._lost_warn = warn
-        self._pace = console.Pace(steps, clock())
+        self._pace = console.RunPace(steps, clock())
         self._rewards: deque[float] = deque(maxlen=SPARK_STEPS)
         self._evaluation: tuple[int, float] | None = None
         self._console = _Terminal(file=stream)
@@ -207,7 +207,7 @@ class LiveConsole(status.RunStatus):
         console.quiet(self._stream)
         with contextlib.suppress(OSError, ValueError):
             self._stop()  # restores sys.stdout and sys.stderr
-        self._lost_warn(console.LOST, f"Nobody reads the console any more ({error}); the run goes on.")
+        self._lost_warn(console.LOST, f"No one reads the console any more ({error}); the run goes on.")
 
     def _picture(self) -> RenderableType:
         view = self.view()

@@ -98,7 +98,7 @@ class RunStatus(sinks.Sink):
         self._fixed["first_began"] = self._fixed["began"] if first is None else first
         self._ran_before = 0.0 if ran is None else float(ran)
         self._ended_at: float | None = None
-        self._speed = console.Speed()
+        self._speed = console.TokenRate()
         self._workers: dict[str, tuple[str, float]] = {}
         self._failures: collections.Counter[str] = collections.Counter()
         self._replaced: collections.Counter[str] = collections.Counter()

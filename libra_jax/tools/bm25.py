@@ -59,7 +59,7 @@ _WORD = re.compile(r"[^\W_]+")
 # Building -------------------------------------------------------------------------------------------------------------
 
 
-class Stopped(Exception):
+class BuildStopped(Exception):
     """The build was told to stop. It left nothing behind."""
 
 
@@ -134,7 +134,7 @@ def _write(
     rest, count = iter(passages), 0
     while batch := list(itertools.islice(rest, _BATCH)):
         if stopped():
-            raise Stopped
+            raise BuildStopped
         # JSON text may hold unpaired surrogates, but SQLite refuses them.
         rows = [
             tuple(text.encode("utf-8", "replace").decode() for text in (item.passage_id, item.title, item.text))
@@ -150,7 +150,7 @@ def _write(
         connection.execute("INSERT INTO frequent SELECT term, doc FROM vocabulary WHERE doc >= ?", (_FREQUENT,))
     except sqlite3.OperationalError:
         if stopped():
-            raise Stopped from None
+            raise BuildStopped from None
         raise
     return count
 
@@ -188,7 +188,7 @@ def connect(path: Path) -> sqlite3.Connection:
 # Searching ------------------------------------------------------------------------------------------------------------
 
 
-class Overdue(Exception):
+class SearchOverdue(Exception):
     """A search missed its deadline."""
 
 
@@ -326,13 +326,13 @@ class Index:
         try:
             connection = self._idle.get(timeout=max(0.0, due - time.monotonic()))
         except queue.Empty:
-            raise Overdue from None
+            raise SearchOverdue from None
         try:
             connection.set_progress_handler(lambda: int(time.monotonic() > due), _OPCODES)
             yield connection
         except sqlite3.OperationalError:
             if time.monotonic() > due:
-                raise Overdue from None
+                raise SearchOverdue from None
             raise
         finally:
             self._idle.put(connection)

@@ -290,7 +290,7 @@ class _Tail(asyncio.Protocol):
 
 
 @dataclass
-class Connection:
+class McpConnection:
     """A connection: the client of the `mcp` package, the server's tools, and its last line on standard error."""
 
     client: Any
@@ -299,7 +299,7 @@ class Connection:
 
 
 @contextlib.asynccontextmanager
-async def connect(spec: Spec, connection: Connection) -> AsyncIterator[Connection]:
+async def connect(spec: Spec, connection: McpConnection) -> AsyncIterator[McpConnection]:
     """Yields a client of the server and the tools that the server lists. One task must enter and leave the context.
 
     Args:
@@ -333,7 +333,7 @@ async def connect(spec: Spec, connection: Connection) -> AsyncIterator[Connectio
             if wrong:
                 raise RuntimeError(f"tool {name} returned other structured content than it declares: {wrong}")
 
-        # In place of the package's own check, which takes unbounded time and could block the event loop.
+        # Instead of the package's own check, which takes unbounded time and could block the event loop.
         connection.client.session.validate_tool_result = check
         yield connection
 
@@ -359,7 +359,7 @@ async def _bound(response: Any) -> None:
     response.aiter_bytes = bounded
 
 
-async def _transport(spec: Spec, connection: Connection, stack: contextlib.AsyncExitStack) -> Any:
+async def _transport(spec: Spec, connection: McpConnection, stack: contextlib.AsyncExitStack) -> Any:
     """Returns the package's transport to a server: over HTTP to a url, or over the pipes of a command."""
     mcp = package()
     if spec.url:

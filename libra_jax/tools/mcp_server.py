@@ -49,7 +49,7 @@ _TRANSPORT_ERRORS = ("Connection closed", "SSE stream", "Session terminated", "S
 """Beginnings of the error messages that the package's transports make themselves, if the server did not answer."""
 
 
-class Server:
+class McpServer:
     """A server of the config, and its tools. Belongs to one event loop.
 
     The cancel scopes of the package's client need one task to enter and leave it. This task also restarts the server.
@@ -72,7 +72,7 @@ class Server:
         self.open_seconds = self._spec.start_seconds + CLOSE_SECONDS
         mcp_connection.package()
         self._client: Any = None
-        self._tools: list[Tool] = []
+        self._tools: list[McpTool] = []
         self._changed = asyncio.Event()
         self._broken = asyncio.Event()
         self._end_reason = ""
@@ -137,7 +137,7 @@ class Server:
 
     async def _live(self, ready: asyncio.Future[None]) -> str:
         """Connects, and stays until the connection breaks or the server is closed. Returns why the connection ended."""
-        connection = mcp_connection.Connection(None)
+        connection = mcp_connection.McpConnection(None)
         self._broken.clear()
         self._connecting = True
         try:
@@ -153,7 +153,7 @@ class Server:
                     prefix = f"{self.name}_" if self._spec.prefix else ""
                     offered = [tool for tool in connection.tools if tool.name in (self._spec.only or names)]
                     self._tools = [
-                        Tool(
+                        McpTool(
                             self, tool.name, prefix + tool.name, tool.description or tool.title or "", tool.input_schema
                         )
                         for tool in offered
@@ -229,7 +229,7 @@ class Server:
         raise protocols.WorkerLost(f"MCP server {self.name} was lost during a call ({why})") from error
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Starts a background task. The reference in `_background` keeps it alive, as nobody may be waiting for it."""
+        """Starts a background task. The reference in `_background` keeps it alive, as no one may be waiting for it."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -261,7 +261,7 @@ class Server:
 
 
 @dataclass
-class Tool:
+class McpTool:
     """A tool of a server, as a `toolbox.Tool`.
 
     Attributes:
@@ -269,7 +269,7 @@ class Tool:
       own_name: Name by which the server calls the tool.
     """
 
-    server: Server
+    server: McpServer
     own_name: str
     name: str
     description: str

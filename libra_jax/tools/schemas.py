@@ -69,7 +69,7 @@ def _additional_properties(validator: Any, subschema: Any, instance: Any, schema
     if not validator.is_type(instance, "object"):
         return
     patterns = [_compiled(pattern) for pattern in schema.get("patternProperties", ())]
-    # Without one of the patterns, nobody can say which properties are additional: accept them all.
+    # Without one of the patterns, no one can say which properties are additional: accept them all.
     if None in patterns:
         return
     extras = [

@@ -218,7 +218,7 @@ class Search:
                     embed = resolving.call(make, self._embed, self._embed_arguments, f"{FIELD}.embed_arguments")
                     with resolving.named(self._embed, f"{FIELD}.embed", "embedding a query"):
                         self._vectors = Vectors(Path(self._vectors_path), embed, self._index.passages)
-            except bm25.Stopped:
+            except bm25.BuildStopped:
                 return
             except (sqlite3.Error, OSError) as error:
                 raise protocols.ConfigError(
@@ -304,7 +304,7 @@ class Search:
         named = resolving.named(self._source, f"{FIELD}.source", "a passage")
         with named if self._source else contextlib.nullcontext():
             for number, row in enumerate(rows, start=1):
-                if isinstance(row, tables.Row):
+                if isinstance(row, tables.TableRow):
                     # Without a column for them, a passage's id is its number, and its title is empty.
                     fields = {"id": row.number, "title": ""}
                     fields |= {key: tables.value(row, name, hint) for key, name in self._columns.items() if name}
@@ -337,7 +337,7 @@ class Search:
 
         try:
             content = await deadlines.cancel_after(TURN_SECONDS + self._seconds, in_turn())
-        except (bm25.Overdue, deadlines.Overdue):
+        except (bm25.SearchOverdue, deadlines.Overdue):
             text = f"error: the search took more than {self._seconds:g} s; ask for rarer words"
             return protocols.ToolReturn(self.name, "timeout", text)
         except sqlite3.Error as error:
@@ -420,11 +420,11 @@ class Vectors:
           due: Deadline as a time of `time.monotonic()`.
 
         Raises:
-          bm25.Overdue: The search missed the deadline.
+          bm25.SearchOverdue: The search missed the deadline.
         """
         # The model is called by one thread at a time (`Embed`), and the wait for it counts towards the deadline.
         if not self._one_at_a_time.acquire(timeout=max(0.0, due - time.monotonic())):
-            raise bm25.Overdue
+            raise bm25.SearchOverdue
         try:
             vector = self._vector(query)
         finally:
@@ -432,7 +432,7 @@ class Vectors:
         scores, rows = numpy.empty(0, numpy.float32), numpy.empty(0, numpy.int64)
         for start in range(0, len(self._vectors), self._block):
             if time.monotonic() > due:
-                raise bm25.Overdue
+                raise bm25.SearchOverdue
             block = numpy.asarray(self._vectors[start : start + self._block], numpy.float32) @ vector
             scores = numpy.concatenate([scores, block])
             rows = numpy.concatenate([rows, numpy.arange(start, start + len(block))])

@@ -96,7 +96,7 @@ class Toolbox:
         self,
         tools: Sequence[Tool],
         most_characters: int = 16_384,
-        session: pool.Session | None = None,
+        session: pool.SandboxSession | None = None,
         in_session: Collection[str] = (),
     ) -> None:
         config_lib.check(most_characters > 0, "tools.most_characters", f"must be positive, not {most_characters}")

@@ -106,7 +106,7 @@ class Toolkit:
             for name in named:
                 config_lib.check(name in tools.use, field, f"has {name!r}, which tools.use does not name")
         self.schemas: list[dict[str, Any]] = []
-        self._of_session: list[Callable[[pool.Session], toolbox.Tool]] = []
+        self._of_session: list[Callable[[pool.SandboxSession], toolbox.Tool]] = []
         self._shared: list[tuple[str, Shared | toolbox.Tool]] = []
         for name in tools.use:
             self._add(name)
@@ -118,7 +118,7 @@ class Toolkit:
     def _add(self, name: str) -> None:
         arguments, field = dict(self._config.arguments.get(name, {})), f"tools.arguments.{name}"
         if name in self._servers:
-            self._shared.append((name, mcp_server.Server(name, self._servers[name], arguments)))
+            self._shared.append((name, mcp_server.McpServer(name, self._servers[name], arguments)))
             return
         config_lib.check(
             ":" in name or name in SHORT_NAMES,

@@ -15,7 +15,7 @@ def _schema(required: tuple[str, ...], **properties: Mapping[str, Any]) -> Mappi
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
-def _returned(tool: str, outcome: limits.Outcome) -> protocols.ToolReturn:
+def _returned(tool: str, outcome: limits.SandboxOutcome) -> protocols.ToolReturn:
     # The sandbox's own seconds: they leave out the wait for a sandbox, which is no work of the tool.
     return protocols.ToolReturn(tool, outcome.status, outcome.text, outcome.seconds)
 
@@ -24,7 +24,7 @@ def _returned(tool: str, outcome: limits.Outcome) -> protocols.ToolReturn:
 class _InSession:
     """What the tools share: the session of the rollout's sandbox."""
 
-    session: pool.Session
+    session: pool.SandboxSession
 
 
 class Python(_InSession):

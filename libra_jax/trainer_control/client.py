@@ -152,7 +152,7 @@ class TrainerProcesses:
                 deadlines.abandon(call)
 
     async def _arguments(self, args: tuple[Any, ...]) -> Sequence[tuple[Any, ...]]:
-        """Returns the arguments of a call for each process: parts of a batch in place of the batch."""
+        """Returns the arguments of a call for each process: parts of a batch instead of the batch."""
         args_by_process = [args] * self.count
         if self._divide is None or self.count == 1:
             return args_by_process
@@ -170,7 +170,7 @@ class TrainerProcesses:
         return args_by_process
 
 
-class TrainerClient:
+class TrainerActorClient:
     """`protocols.TrainerClient`: the trainer, through the processes that train at the moment.
 
     Methods without a docstring are those of `protocols.Trainer` and `protocols.MovableTrainer`.
@@ -227,55 +227,57 @@ class TrainerClient:
         finally:
             self._catching_up = False
 
-    def adopt(self, successor: TrainerClient) -> TrainerProcesses:
+    def adopt(self, successor: TrainerActorClient) -> TrainerProcesses:
         """Replaces the processes by the successor's. Returns the former ones, which the caller ends."""
         former, self._processes = self._processes, successor._processes
         self.lost, self._life = None, self._life + 1
         return former
 
-    start = typed_clients.Call("trainer_start", "start", TrainerProcess.start)
-    stand_by = typed_clients.Call("trainer_start", "stand by", TrainerProcess.stand_by)
+    start = typed_clients.ClientMethod("trainer_start", "start", TrainerProcess.start)
+    stand_by = typed_clients.ClientMethod("trainer_start", "stand by", TrainerProcess.stand_by)
 
     # Training ----------------------------------------------------------------------------------------------------
 
-    warm_start_step = typed_clients.Call("train_step", "take a warm-start step", TrainerProcess.warm_start_step)
-    train_step = typed_clients.Call("train_step", "take a training step", TrainerProcess.train_step)
-    accumulate = typed_clients.Call("train_step", "sum gradients of finished groups", TrainerProcess.accumulate)
-    abort_step = typed_clients.Call("train_step", "abort its step", TrainerProcess.abort_step)
-    policy_version = typed_clients.Call("weight_sync", "say its version", TrainerProcess.policy_version)
+    warm_start_step = typed_clients.ClientMethod("train_step", "take a warm-start step", TrainerProcess.warm_start_step)
+    train_step = typed_clients.ClientMethod("train_step", "take a training step", TrainerProcess.train_step)
+    accumulate = typed_clients.ClientMethod("train_step", "sum gradients of finished groups", TrainerProcess.accumulate)
+    abort_step = typed_clients.ClientMethod("train_step", "abort its step", TrainerProcess.abort_step)
+    policy_version = typed_clients.ClientMethod("weight_sync", "say its version", TrainerProcess.policy_version)
 
     # Gradient channels -------------------------------------------------------------------------------------------
 
-    listen = typed_clients.Call("weight_sync", "open a channel", TrainerProcess.listen)
-    connect = typed_clients.Call("weight_sync", "connect to a channel", TrainerProcess.connect)
-    dismiss = typed_clients.Call("weight_sync", "close a channel", TrainerProcess.dismiss)
+    listen = typed_clients.ClientMethod("weight_sync", "open a channel", TrainerProcess.listen)
+    connect = typed_clients.ClientMethod("weight_sync", "connect to a channel", TrainerProcess.connect)
+    dismiss = typed_clients.ClientMethod("weight_sync", "close a channel", TrainerProcess.dismiss)
 
     # Weight sync -------------------------------------------------------------------------------------------------
 
-    open_weights = typed_clients.Call("weight_sync", "open its weights", TrainerProcess.open_weights)
-    stage_weights = typed_clients.Call("weight_sync", "stage weights", TrainerProcess.stage_weights)
-    close_weights = typed_clients.Call("weight_sync", "close its weights", TrainerProcess.close_weights)
+    open_weights = typed_clients.ClientMethod("weight_sync", "open its weights", TrainerProcess.open_weights)
+    stage_weights = typed_clients.ClientMethod("weight_sync", "stage weights", TrainerProcess.stage_weights)
+    close_weights = typed_clients.ClientMethod("weight_sync", "close its weights", TrainerProcess.close_weights)
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
-    save = typed_clients.Call("checkpoint", "begin a save", TrainerProcess.save)
-    wait_saved = typed_clients.Call("checkpoint", "finish a save", TrainerProcess.wait_saved)
-    restore = typed_clients.Call("checkpoint", "restore a checkpoint", TrainerProcess.restore)
-    export = typed_clients.Call("checkpoint", "export its parameters", TrainerProcess.export)
+    save = typed_clients.ClientMethod("checkpoint", "begin a save", TrainerProcess.save)
+    wait_saved = typed_clients.ClientMethod("checkpoint", "finish a save", TrainerProcess.wait_saved)
+    restore = typed_clients.ClientMethod("checkpoint", "restore a checkpoint", TrainerProcess.restore)
+    export = typed_clients.ClientMethod("checkpoint", "export its parameters", TrainerProcess.export)
 
     # Another mesh ------------------------------------------------------------------------------------------------
 
-    begin_resize = typed_clients.Call("trainer_start", "begin to resize", TrainerProcess.begin_resize)
-    resize_progress = typed_clients.Call("trainer_start", "say how far its resize is", TrainerProcess.resize_progress)
-    finish_resize = typed_clients.Call("trainer_start", "move to its new mesh", TrainerProcess.finish_resize)
-    cancel_resize = typed_clients.Call("trainer_start", "cancel a resize", TrainerProcess.cancel_resize)
-    shapes = typed_clients.Call("checkpoint", "name its programs", TrainerProcess.shapes)
-    warm = typed_clients.Call("trainer_start", "compile its programs", TrainerProcess.warm)
-    snapshot = typed_clients.Call("checkpoint", "begin a snapshot", TrainerProcess.snapshot)
-    snapshot_saved = typed_clients.Call(
+    begin_resize = typed_clients.ClientMethod("trainer_start", "begin to resize", TrainerProcess.begin_resize)
+    resize_progress = typed_clients.ClientMethod(
+        "trainer_start", "say how far its resize is", TrainerProcess.resize_progress
+    )
+    finish_resize = typed_clients.ClientMethod("trainer_start", "move to its new mesh", TrainerProcess.finish_resize)
+    cancel_resize = typed_clients.ClientMethod("trainer_start", "cancel a resize", TrainerProcess.cancel_resize)
+    shapes = typed_clients.ClientMethod("checkpoint", "name its programs", TrainerProcess.shapes)
+    warm = typed_clients.ClientMethod("trainer_start", "compile its programs", TrainerProcess.warm)
+    snapshot = typed_clients.ClientMethod("checkpoint", "begin a snapshot", TrainerProcess.snapshot)
+    snapshot_saved = typed_clients.ClientMethod(
         "checkpoint", "say whether its snapshot is saved", TrainerProcess.snapshot_saved
     )
-    is_saved = typed_clients.Call("checkpoint", "look for a snapshot", TrainerProcess.is_saved)
+    is_saved = typed_clients.ClientMethod("checkpoint", "look for a snapshot", TrainerProcess.is_saved)
 
     async def _ask(
         self,
@@ -307,7 +309,7 @@ class TrainerClient:
             raise protocols.TrainerLost(str(error)) from error
 
 
-class HybridClient(typed_clients.ActorClient):
+class HybridActorClient(typed_clients.ActorClient):
     """`protocols.HybridClient`: the training side of a hybrid worker, during one life of its process.
 
     Methods without a docstring are those of `protocols.TrainingSide`.
@@ -315,21 +317,23 @@ class HybridClient(typed_clients.ActorClient):
 
     _start_limit = "trainer_start"
 
-    start = typed_clients.Call("trainer_start", "start", TrainingSide.start)
-    init_weight_transfer = typed_clients.Call(
+    start = typed_clients.ClientMethod("trainer_start", "start", TrainingSide.start)
+    init_weight_transfer = typed_clients.ClientMethod(
         "weight_sync", "open its weight transport", TrainingSide.init_weight_transfer
     )
-    start_weight_update = typed_clients.Call(
+    start_weight_update = typed_clients.ClientMethod(
         "weight_sync", "prepare for new parameters", TrainingSide.start_weight_update
     )
-    update_weights = typed_clients.Call("weight_sync", "load weight chunk {0.index}", TrainingSide.update_weights)
-    finish_weight_update = typed_clients.Call(
+    update_weights = typed_clients.ClientMethod(
+        "weight_sync", "load weight chunk {0.index}", TrainingSide.update_weights
+    )
+    finish_weight_update = typed_clients.ClientMethod(
         "weight_sync", "finish its weight update", TrainingSide.finish_weight_update
     )
-    warm = typed_clients.Call("trainer_start", "compile its gradient steps", TrainingSide.warm)
-    join = typed_clients.Call("transition", "join training", TrainingSide.join)
-    contribute = typed_clients.Call("train_step", "compute its share of a step", TrainingSide.contribute)
-    leave = typed_clients.Call("transition", "leave training", TrainingSide.leave)
+    warm = typed_clients.ClientMethod("trainer_start", "compile its gradient steps", TrainingSide.warm)
+    join = typed_clients.ClientMethod("transition", "join training", TrainingSide.join)
+    contribute = typed_clients.ClientMethod("train_step", "compute its share of a step", TrainingSide.contribute)
+    leave = typed_clients.ClientMethod("transition", "leave training", TrainingSide.leave)
 
 
 async def _verdict(calls: Sequence[asyncio.Future[Any]]) -> BaseException | None:

@@ -39,7 +39,7 @@ PHASES = ("start", "compile", "snapshot", "restore", "replay")
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class HandoverCost:
     """The cost of a change of the mesh.
 
     Attributes:
@@ -52,7 +52,7 @@ class Taken:
     stall: float
     nbytes: int
 
-    def with_stalls(self, **phases: float) -> Taken:
+    def with_stalls(self, **phases: float) -> HandoverCost:
         """Adds phases in which training stood still."""
         stall = self.stall + sum(phases.values())
         return dataclasses.replace(self, phases={**self.phases, **phases}, stall=stall)
@@ -81,7 +81,7 @@ class Way(Protocol):
         """Takes note of a training step as it begins."""
         ...
 
-    async def take_over(self, step: int) -> Taken:
+    async def take_over(self, step: int) -> HandoverCost:
         """Makes the new mesh train from now on."""
         ...
 
@@ -102,7 +102,7 @@ def successors(
     run: run_context.RunContext,
     make_trainer: client.MakeTrainer,
     *,
-    serving: client.TrainerClient,
+    serving: client.TrainerActorClient,
     divide: protocols.DivideBatch | None = None,
 ) -> Successors:
     """Returns a function that makes the hand-overs of a run. Each successor has a new name.
@@ -119,7 +119,7 @@ def successors(
         trainer_processes = client.TrainerProcesses(
             run.cluster, make_trainer(sizes), count=processes, name=f"{name}-{next(numbers)}", divide=divide
         )
-        next_trainer = client.TrainerClient(trainer_processes, run.config.deadlines)
+        next_trainer = client.TrainerActorClient(trainer_processes, run.config.deadlines)
         return Handover(run.config.deadlines, serving=serving, successor=next_trainer, sizes=sizes, workdir=run.workdir)
 
     return successor
@@ -148,8 +148,8 @@ class Handover:
         self,
         limits: config_lib.DeadlineConfig,
         *,
-        serving: client.TrainerClient,
-        successor: client.TrainerClient,
+        serving: client.TrainerActorClient,
+        successor: client.TrainerActorClient,
         sizes: protocols.MeshSizes,
         workdir: Path,
     ) -> None:
@@ -207,7 +207,7 @@ class Handover:
             if self.phase == "ready":
                 self._enter("replaying")
 
-    async def take_over(self, step: int) -> Taken:
+    async def take_over(self, step: int) -> HandoverCost:
         """Makes the successor the trainer, once it has replayed the missed steps.
 
         Raises:
@@ -248,7 +248,7 @@ class Handover:
         self._former = self._serving.adopt(self._successor)
         self.phase = ""
         assert self._snapshot is not None
-        return Taken(self._seconds, self._stall, self._snapshot.nbytes)
+        return HandoverCost(self._seconds, self._stall, self._snapshot.nbytes)
 
     async def end_former(self) -> None:
         """Ends the former processes.

@@ -38,7 +38,7 @@ The limit keeps the kept groups from filling the memory while the disk takes no 
 """
 
 
-class Checkpoints(Protocol):
+class RecoveryCheckpoints(Protocol):
     """The part of the run's checkpoints that recovery calls."""
 
     @property
@@ -59,7 +59,7 @@ class Checkpoints(Protocol):
         ...
 
 
-class Weights(Protocol):
+class RecoveryWeights(Protocol):
     """The part of the weight sync that recovery calls."""
 
     async def resync(self) -> None:
@@ -84,9 +84,9 @@ class Recovery:
         self,
         run: run_context.RunContext,
         *,
-        trainer: client.TrainerClient,
-        checkpoints: Checkpoints,
-        weights: Weights,
+        trainer: client.TrainerActorClient,
+        checkpoints: RecoveryCheckpoints,
+        weights: RecoveryWeights,
         resizing: resize.Resizing,
     ) -> None:
         self._max_restarts = run.config.trainer.restarts

@@ -30,7 +30,7 @@ class PendingCheckpoint(Protocol):
         ...
 
 
-class Resize:
+class ResizeRequest:
     """One resize, from the request to its end.
 
     Attributes:
@@ -67,9 +67,9 @@ class Resize:
         self.progress = protocols.ResizeProgress(0, 0, ready=False)
         self.compiled: asyncio.Future[None] = loop.create_future()
         self.stalls: collections.defaultdict[str, float] = collections.defaultdict(float)
-        self.done: asyncio.Future[handover.Taken] = loop.create_future()
+        self.done: asyncio.Future[handover.HandoverCost] = loop.create_future()
         for future in (self.compiled, self.done):
-            # Retrieves the error, or asyncio warns if nobody awaits the handle.
+            # Retrieves the error, or asyncio warns if no one awaits the handle.
             future.add_done_callback(lambda handle: handle.cancelled() or handle.exception())
 
     @property
@@ -114,11 +114,11 @@ class Inside:
     def trains(self, batch: protocols.TrainBatch) -> None:
         """Does nothing: the same process trains."""
 
-    async def take_over(self, step: int) -> handover.Taken:
+    async def take_over(self, step: int) -> handover.HandoverCost:
         """Moves the state to the new mesh."""
         took = await self.trainer.finish_resize(self.longest)
         phases = {"compile": took.compile_seconds, "wait": took.wait_seconds, "move": took.move_seconds}
-        return handover.Taken(phases, took.wait_seconds + took.move_seconds, took.moved_bytes)
+        return handover.HandoverCost(phases, took.wait_seconds + took.move_seconds, took.moved_bytes)
 
     async def end_former(self) -> None:
         """Does nothing: the same process trains."""
@@ -169,7 +169,7 @@ class Resizing:
         self._reach = sizes.devices + self._spare
         self._each = self._reach // trainer.processes
         self._longest = config.deadlines.trainer_start
-        self._resize: Resize | None = None
+        self._resize: ResizeRequest | None = None
         # Tasks that end processes beside the run, and the one of them that ends an aborted take-over.
         self._ending: set[asyncio.Task[None]] = set()
         self._aborting: asyncio.Task[None] | None = None
@@ -182,7 +182,7 @@ class Resizing:
         processes: int | None = None,
         hold: bool = False,
         deadline: float | None = None,
-    ) -> Resize:
+    ) -> ResizeRequest:
         """Requests another mesh. Faults of the request show when the handle is awaited.
 
         Args:
@@ -191,7 +191,7 @@ class Resizing:
           processes: number of processes of the new mesh. If None, the fewest processes with no more devices each than a
             process has had before, because a host has that many. A trainer stays one process if the config pins it to
             cores, or if its weights do not travel by memfd.
-          hold: if True, the resize gets ready and waits for `Resize.go`.
+          hold: if True, the resize gets ready and waits for `ResizeRequest.go`.
           deadline: positive seconds from the next boundary until the resize must be ready. None applies the config's
             deadlines.
 
@@ -216,7 +216,7 @@ class Resizing:
             # From the fewest processes that can hold the devices; every process gets the same number.
             fewest = -(-devices // self._each)
             processes = next(count for count in range(fewest, devices + 1) if devices % count == 0)
-        self._resize = Resize(sizes, reason, processes=processes, hold=hold, deadline=deadline)
+        self._resize = ResizeRequest(sizes, reason, processes=processes, hold=hold, deadline=deadline)
         return self._resize
 
     def trains(self, batch: protocols.TrainBatch) -> None:
@@ -264,7 +264,7 @@ class Resizing:
             else:
                 await self._abort(resize, error, step)
 
-    async def _advance(self, resize: Resize) -> handover.Way | None:
+    async def _advance(self, resize: ResizeRequest) -> handover.Way | None:
         """Starts the resize, or checks its progress. Returns its way if it should take over now."""
         if resize.cancelled:
             raise protocols.LibraError(f"the resize to {resize.sizes} was cancelled: {resize.cancelled}.")
@@ -302,7 +302,7 @@ class Resizing:
             resize.compiled.set_result(None)
         return None if resize.held else resize.way
 
-    async def _take_over(self, resize: Resize, way: handover.Way, step: int) -> None:
+    async def _take_over(self, resize: ResizeRequest, way: handover.Way, step: int) -> None:
         """Lets the new mesh train from now on, ends the former processes beside the run, and records the move."""
         self._recorder.status(TRAINER, f"moving to {resize.sizes}")
         takeover = (await way.take_over(step)).with_stalls(**resize.stalls)
@@ -324,7 +324,7 @@ class Resizing:
         )
         resize.done.set_result(takeover)
 
-    async def _abort(self, resize: Resize, error: protocols.LibraError, step: int) -> None:
+    async def _abort(self, resize: ResizeRequest, error: protocols.LibraError, step: int) -> None:
         """Ends a resize that cannot go on. The mesh stays as it is, and the handle says why."""
         self._resize = None
         if resize.way is not None and resize.way.outside:
@@ -339,7 +339,7 @@ class Resizing:
             except protocols.LibraError as second:
                 error = protocols.LibraError(f"{error} Nor could it be cancelled: {second}")
         outcome = "cancelled" if resize.cancelled else "failed"
-        takeover = handover.Taken({}, 0.0, 0).with_stalls(**resize.stalls)
+        takeover = handover.HandoverCost({}, 0.0, 0).with_stalls(**resize.stalls)
         self._record(resize, self.sizes, step, takeover, outcome, str(error))
         self._recorder.note(f"The trainer stays on its mesh of {self.sizes}: {error}")
         resize.fail(error)
@@ -379,10 +379,10 @@ class Resizing:
 
     def _record(
         self,
-        resize: Resize,
+        resize: ResizeRequest,
         before: protocols.MeshSizes,
         step: int,
-        takeover: handover.Taken,
+        takeover: handover.HandoverCost,
         outcome: str,
         why: str,
     ) -> None:

@@ -18,7 +18,7 @@ from libra_jax.models.hf import hf
 from libra_jax.training import state as state_lib
 
 
-def load(config: config_lib.RunConfig, model: model_config.TransformerConfig, where: state_lib.Layout) -> Any:
+def load(config: config_lib.RunConfig, model: model_config.TransformerConfig, where: state_lib.StateLayout) -> Any:
     """Returns the model's weights as `where.weights` places them: from `model.path`, or drawn from the seed.
 
     Raises:

@@ -35,7 +35,7 @@ def case(
     target: str,
     names: Iterable[str] = ALL,
     dump: dict[str, str] | None = None,
-) -> programs.Case:
+) -> programs.CompiledCase:
     """Compiles the programs of a run's longest rows with the most sequences, and counts what they do.
 
     Args:
@@ -86,7 +86,7 @@ def case(
             case_programs[name] = programs.Program.counted(
                 compiled.count(text, sizes), memory.argument_size_in_bytes, memory.temp_size_in_bytes + fresh, seconds
             )
-    return programs.Case(
+    return programs.CompiledCase(
         model=Path(config.model.path).name if Path(config.model.path or "?").exists() else config.model.preset,
         parameters=model_config.parameter_count(model),
         target=target,

@@ -1,4 +1,4 @@
-"""The critic of PPO: a model of the policy's shape with one value a token in place of logits, and its loss.
+"""The critic of PPO: a model of the policy's shape with one value a token instead of logits, and its loss.
 
 V at a token is the expected rest of the return after the tokens up to it. The critic's learner (`learner.Learner` with
 `critic=True`) has a train state, programs and an optimizer of its own on the policy's mesh.

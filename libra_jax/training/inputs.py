@@ -37,7 +37,7 @@ class Inputs:
 
     config: config_lib.RunConfig
     model: model_config.TransformerConfig
-    target: feasibility.Target
+    target: feasibility.CompileTarget
     critic: bool
     first_update_only: bool
     teacher: model_config.TransformerConfig | None

@@ -40,7 +40,7 @@ A token's normalizer is the logarithm of the sum of its exponentiated logits.
 """
 
 
-class Settings(NamedTuple):
+class LogProbSettings(NamedTuple):
     """Settings of `token_log_probs` that are part of the program."""
 
     temperature: float
@@ -69,18 +69,18 @@ def token_log_probs(
       entropy_gradient: gradients flow through the entropy. This costs time, so set it only if the loss has an entropy
         term.
     """
-    return _log_probs(Settings(temperature, chunk, entropy_gradient), hidden_BxTxD, head_DxV, targets_BxT)
+    return _log_probs(LogProbSettings(temperature, chunk, entropy_gradient), hidden_BxTxD, head_DxV, targets_BxT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_probs(
-    settings: Settings, hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array
+    settings: LogProbSettings, hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     return _forward(settings, hidden_BxTxD, head_DxV, targets_BxT)[0]
 
 
 def _forward(
-    settings: Settings, hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array
+    settings: LogProbSettings, hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Saved]:
     local = collectives.per_device(
         functools.partial(_local_scores, settings), (sharding.RESIDUAL, HEAD, PER_TOKEN), [PER_TOKEN] * 3
@@ -90,7 +90,7 @@ def _forward(
 
 
 def _backward(
-    settings: Settings, saved: Saved, grads_BxT: tuple[jax.Array, jax.Array]
+    settings: LogProbSettings, saved: Saved, grads_BxT: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, None]:
     local = collectives.per_device(
         functools.partial(_local_gradients, settings),
@@ -110,7 +110,7 @@ _log_probs.defvjp(_forward, _backward)
 
 
 def _local_scores(
-    settings: Settings, hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array
+    settings: LogProbSettings, hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array
 ) -> tuple[jax.Array, ...]:
     hidden_BxTxD = collectives.all_gather(hidden_BxTxD, "tensor", 1)
     head_DxV = collectives.all_gather(head_DxV.astype(hidden_BxTxD.dtype), STATE_AXES, 0)
@@ -138,7 +138,7 @@ def _local_scores(
 
 
 def _local_gradients(
-    settings: Settings,
+    settings: LogProbSettings,
     hidden_BxTxD: jax.Array,
     head_DxV: jax.Array,
     targets_BxT: jax.Array,
@@ -202,7 +202,7 @@ def _scan(
 
 
 def _logits(
-    settings: Settings, hidden_CxD: jax.Array, head_DxV: jax.Array, targets_C: jax.Array
+    settings: LogProbSettings, hidden_CxD: jax.Array, head_DxV: jax.Array, targets_C: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the float32 logits and which of them is the target's, both [C, V], and whether there is one, [C]."""
     logits_CxV = jnp.einsum("cd,dv->cv", hidden_CxD, head_DxV, preferred_element_type=jnp.float32)

@@ -26,7 +26,7 @@ Batch = Mapping[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class Scorer:
+class TokenScorer:
     """Scores tokens with the model.
 
     Attributes:
@@ -55,7 +55,7 @@ class Scorer:
         replayed_experts = None
         if "routing" in batch:
             routing_BxTxLxK = batch["routing"].reshape(*batch["tokens"].shape, self.model.num_layers, -1)
-            replayed_experts = router.Given(routing_BxTxLxK, batch["routed"])
+            replayed_experts = router.GivenExperts(routing_BxTxLxK, batch["routed"])
         hidden_BxTxD, of_routers = transformer.forward_and_losses(
             params,
             self.model,
@@ -84,7 +84,7 @@ def policy(
     params: Any,
     batch: Batch,
     *,
-    scorer: Scorer,
+    scorer: TokenScorer,
     algorithm: config_lib.AlgorithmConfig,
     temperature: float,
     packed: bool,
@@ -160,7 +160,7 @@ def policy(
     )
 
 
-def supervised(params: Any, batch: Batch, *, scorer: Scorer) -> objective.ObjectiveSums:
+def supervised(params: Any, batch: Batch, *, scorer: TokenScorer) -> objective.ObjectiveSums:
     """Computes the cross entropy of the trained tokens at temperature 1, a mean over tokens.
 
     Args:

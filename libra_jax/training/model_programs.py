@@ -32,7 +32,7 @@ class ModelPrograms(NamedTuple):
 
     model: model_config.TransformerConfig
     inputs: inputs.Inputs
-    layout: state_lib.Layout
+    layout: state_lib.StateLayout
     transform: optax.GradientTransformation
     programs: step.Programs
 
@@ -70,9 +70,9 @@ def build(
         teacher=teacher,
     )
     options = transformer.ComputeOptions.from_config(config.model, packed=config.trainer.pack, target=target)
-    scorer = losses.Scorer(model, options, config.model.logits_chunk)
+    scorer = losses.TokenScorer(model, options, config.model.logits_chunk)
     referred = teacher or dataclasses.replace(model, adapter=None)
-    reference = losses.Scorer(referred, options, config.model.logits_chunk)
+    reference = losses.TokenScorer(referred, options, config.model.logits_chunk)
     policy = functools.partial(
         losses.policy,
         scorer=scorer,

@@ -35,7 +35,7 @@ class StayedError(protocols.LibraError):
     """A state was not moved; it is whole on its old mesh."""
 
 
-class Resize:
+class MeshChange:
     """One resize, from its start to the takeover.
 
     Attributes:
@@ -121,7 +121,7 @@ class Resize:
             ) from compilation.error
         self.estimate = self._checked()  # since then, others may have taken memory, and a first step its accumulator
         start = time.monotonic()
-        # `move` frees each old leaf only if nobody else refers to it.
+        # `move` frees each old leaf only if no one else refers to it.
         leaves, structure = self._present.release()
         try:
             move(leaves, jax.tree.leaves(self._next.layout.state))
@@ -157,7 +157,7 @@ class Resize:
 
 
 def estimate(
-    before: state_lib.Layout, after: state_lib.Layout, *, holds_sums: bool, program_bytes: int = 0
+    before: state_lib.StateLayout, after: state_lib.StateLayout, *, holds_sums: bool, program_bytes: int = 0
 ) -> protocols.ResizeEstimate:
     """Estimates the memory and traffic of moving a state.
 

@@ -47,7 +47,7 @@ class ScoreNorms:
       shards: S, number of shards of the rows: a row of each is computed at a time.
     """
 
-    scorer: losses.Scorer
+    scorer: losses.TokenScorer
     temperature: float
     adapter: bool
     shards: int = 1

@@ -84,14 +84,14 @@ class Channels:
     config: config_lib.ElasticConfig
     connect_seconds: float
     host: str = machine.LOOPBACK
-    _listeners: dict[str, gradient_channel.Listener] = field(default_factory=dict, init=False)
+    _listeners: dict[str, gradient_channel.ChannelListener] = field(default_factory=dict, init=False)
     _channels: dict[str, gradient_channel.Channel] = field(default_factory=dict, init=False)
 
     def listen(self, worker: str, generation: int) -> dict[str, Any]:
         """Opens a listener in the core's first process; closes the listener of an earlier membership generation."""
         self.dismiss(worker)
         # One end for each process of the core, and one for the hybrid worker.
-        listener = gradient_channel.Listener(worker, generation, jax.process_count() + 1, self.host)
+        listener = gradient_channel.ChannelListener(worker, generation, jax.process_count() + 1, self.host)
         self._listeners[worker] = listener
         return listener.address
 

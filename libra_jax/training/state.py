@@ -78,7 +78,7 @@ class Accumulator:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """Shapes and shardings of the state on one mesh.
 
     Attributes:
@@ -176,7 +176,7 @@ def layout(
     offload: bool = False,
     critic: bool = False,
     teacher: model_config.TransformerConfig | None = None,
-) -> Layout:
+) -> StateLayout:
     """Returns the layout of the state: optimizer moments like their parameters (`_moments`), scalars on every device.
 
     Args:
@@ -214,7 +214,7 @@ def layout(
         referred = jax.tree.map(place_leaf, dict(transformer.abstract_params(teacher, dtype)), places)
     opt_state = _moments(jax.eval_shape(transform.init, shapes), params, everywhere, offload)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
-    return Layout(
+    return StateLayout(
         mesh=mesh,
         state=TrainState(
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere),
@@ -298,7 +298,7 @@ def shardings_of(structure: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.sharding, structure)
 
 
-def random_params(config: model_config.TransformerConfig, where: Layout, seed: int) -> PyTree:
+def random_params(config: model_config.TransformerConfig, where: StateLayout, seed: int) -> PyTree:
     """Draws the model's initial weights: the same values on every mesh, each shard made on its own device."""
 
     def draw() -> PyTree:
@@ -307,7 +307,7 @@ def random_params(config: model_config.TransformerConfig, where: Layout, seed: i
     return jax.jit(draw, out_shardings=shardings_of(where.weights))()
 
 
-def random_adapter(where: Layout, seed: int) -> PyTree:
+def random_adapter(where: StateLayout, seed: int) -> PyTree:
     """Draws a fresh adapter, whose product is zero: the same values on every mesh."""
     places = where.state.params
     # Another stream than that of `random_params`, which has the same seed.
@@ -322,7 +322,7 @@ def cast_like(tree: PyTree, places: PyTree) -> PyTree:
 
 def begin(
     params: PyTree,
-    where: Layout,
+    where: StateLayout,
     transform: optax.GradientTransformation,
     seed: int,
     base: PyTree = None,

@@ -121,7 +121,7 @@ def apply_step(
 
 
 def offloaded_apply_step(
-    where: state_lib.Layout,
+    where: state_lib.StateLayout,
     transform: optax.GradientTransformation,
     state: state_lib.TrainState,
     accumulator: state_lib.Accumulator,
@@ -161,7 +161,7 @@ class Programs:
 
     def __init__(
         self,
-        where: state_lib.Layout,
+        where: state_lib.StateLayout,
         transform: optax.GradientTransformation,
         losses: Mapping[str, Loss],
         score: Score,

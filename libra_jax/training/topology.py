@@ -39,7 +39,7 @@ _CUDNN = re.compile(r"^dnn_version_info \{ major: (\d+) minor: (\d+) patch: (\d+
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetAccelerator:
     """An accelerator to compile for.
 
     Attributes:
@@ -55,11 +55,11 @@ class Target:
     description: str = ""
 
 
-TARGETS: Mapping[str, Target] = {
-    "h100": Target(
+TARGETS: Mapping[str, TargetAccelerator] = {
+    "h100": TargetAccelerator(
         "cuda", "jax_plugins.xla_cuda13", ((1, 8), *((2**power, 8) for power in range(1, 8))), "targets/h100.txtpb"
     ),
-    "v6e": Target("tpu", "libtpu", ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))),
+    "v6e": TargetAccelerator("tpu", "libtpu", ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))),
 }
 """Accelerators by the name of their hardware sheet. TPU grids: Google Cloud documentation, "TPU v6e"."""
 
@@ -138,7 +138,7 @@ def cudnn_version() -> int:
     return 10_000 * major + 100 * minor + patch
 
 
-def _description(target: Target) -> str:
+def _description(target: TargetAccelerator) -> str:
     return (Path(__file__).parent / target.description).read_text()
 
 

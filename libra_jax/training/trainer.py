@@ -64,7 +64,7 @@ class TrainerActor:
         self._channels = shares_lib.Channels(config.elastic, config.deadlines.transition, host)
         self._model = running_lib.model_shape(config.model)
         self._running: running_lib.Running | None = None
-        self._resize: resize.Resize | None = None
+        self._resize: resize.MeshChange | None = None
         self._version = 0
         self._synced: int | None = None  # the version last synced, while the parameters equal its snapshot
         self._skipped_in_a_row = 0
@@ -111,7 +111,7 @@ class TrainerActor:
         return info
 
     def stand_by(self) -> protocols.TrainerInfo:
-        """Builds only the mesh, in place of `start`. `warm` compiles; `restore` loads the state of another trainer."""
+        """Builds only the mesh, instead of `start`. `warm` compiles; `restore` loads the state of another trainer."""
         config = self._config
         if config.trainer.cores:
             # Pins this thread; the threads that XLA starts from it inherit the cores.
@@ -174,7 +174,7 @@ class TrainerActor:
             raise protocols.ConfigError(
                 f"the trainer's mesh cannot become {sizes} while it becomes {self._resize.sizes}: wait, or cancel that"
             )
-        self._resize = resize.Resize(learner, sizes, jax.devices())
+        self._resize = resize.MeshChange(learner, sizes, jax.devices())
         return self._resize.estimate
 
     def resize_progress(self) -> protocols.ResizeProgress:
@@ -294,7 +294,7 @@ class TrainerActor:
                 if learner is not None:
                     learner.ahead.cancel(max(0.0, ends - time.monotonic()))
 
-    def _resizing(self) -> resize.Resize:
+    def _resizing(self) -> resize.MeshChange:
         self.running()
         if self._resize is None:
             raise protocols.ConfigError("the trainer's mesh is not being changed: call begin_resize first")

@@ -219,7 +219,7 @@ class _OwnThread(concurrent.futures.Executor):
 
 
 async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
-    """Returns the result of a plain function. If cancelled, nobody waits for the function's thread.
+    """Returns the result of a plain function. If cancelled, no one waits for the function's thread.
 
     The function sees the caller's context variables. A loop on a virtual clock runs the function in place.
 
@@ -239,7 +239,7 @@ async def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Returns the result of a user's function. Awaits an async function; runs a plain function on its own thread.
 
     Raises:
-      UserExit: The function raised what is no `Exception`, or a cancellation that nobody else asked for.
+      UserExit: The function raised what is no `Exception`, or a cancellation that no one else asked for.
     """
     with user_code.contain_exits():
         if inspect.iscoroutinefunction(function):

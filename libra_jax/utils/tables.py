@@ -33,7 +33,7 @@ _CSV_BLOCK = 16 * 2**20
 """Bytes of the longest row of a CSV file."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a table.
 
     Attributes:
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     values: Mapping[str, Any]
 
 
-def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = "tasks") -> Iterator[Row]:
+def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = "tasks") -> Iterator[TableRow]:
     """Reads a table row by row.
 
     Args:
@@ -79,10 +79,10 @@ def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = 
             for values in batch.to_pylist():
                 number, within = number + 1, within + 1
                 values |= {field.name: _shortest(field.type, values[field.name]) for field in narrow}
-                yield Row(number, f"{file}, row {within}", values)
+                yield TableRow(number, f"{file}, row {within}", values)
 
 
-def value(row: Row, column: str, hint: str = "") -> Any:
+def value(row: TableRow, column: str, hint: str = "") -> Any:
     """Returns a row's value in a column.
 
     Args:
@@ -178,7 +178,7 @@ def _listed(file: Path, key: str, *, needed: bool = True) -> list[Any]:
 
 # JSONL is read line by line, because a payload must stay as it was written. pyarrow.dataset turns texts that look like
 # dates into dates and large integers into floats, refuses columns of mixed types, and adds absent names to structures.
-def _lines(file: Path) -> Iterator[Row]:
+def _lines(file: Path) -> Iterator[TableRow]:
     try:
         with _opened(file) as lines:
             # Some editors write a byte order mark in front of the first line.
@@ -187,7 +187,7 @@ def _lines(file: Path) -> Iterator[Row]:
             for number, where, values in _items(file, lines) if listed else _json_lines(file, lines):
                 if not isinstance(values, dict):
                     raise protocols.DataError(f"{where}: a JSON object is expected, not {type(values).__name__}")
-                yield Row(number, where, values)
+                yield TableRow(number, where, values)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise protocols.DataError(f"{file}: not a readable gzip file ({error})") from error
 
@@ -289,7 +289,7 @@ def _shortest(kind: Any, value: Any) -> Any:
     if value is None:
         return None
     if types.is_float16(kind) or types.is_float32(kind):
-        # By way of a text: a cast to 64 bits keeps the digits that nobody wrote.
+        # By way of a text: a cast to 64 bits keeps the digits that no one wrote.
         return float(str(kind.to_pandas_dtype()(value)))
     if types.is_decimal(kind):
         number = int(value) if value == int(value) else float(value)

@@ -37,7 +37,7 @@ def watched() -> Iterator[Turn]:
 @contextlib.contextmanager
 def queued() -> Iterator[None]:
     """Marks the task as waiting for its turn, during this block."""
-    # Outside of a `watched` block nobody reads the flag.
+    # Outside of a `watched` block no one reads the flag.
     turn = _turn.get(Turn())
     turn.queued = True
     try:

@@ -30,7 +30,7 @@ class Asks(Protocol):
         ...
 
 
-class Call(Generic[P, T]):
+class ClientMethod(Generic[P, T]):
     """A method of a client that passes a call on to its actor: arguments and result are those of the actor's method.
 
     Args:
@@ -125,7 +125,7 @@ class ActorClient:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Calls a method of the actor's protocol within `config.deadlines.<limit>`. See `Call` for `what`."""
+        """Calls a method of the actor's protocol within `config.deadlines.<limit>`. See `ClientMethod` for `what`."""
         work = self._actor.call(method, *args, **kwargs)
         subject = f"{self._subject}, asked to {what.format(*args, **kwargs)},"
         return await deadlines.limited(self._limits, limit, work, subject)

@@ -71,7 +71,7 @@ def original(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def contain_exits() -> Iterator[None]:
-    """Raises `UserExit` in place of what would end more than the call: a process, an event loop, or a task.
+    """Raises `UserExit` instead of what would end more than the call: a process, an event loop, or a task.
 
     Call user code inside it, in the innermost task: a SystemExit that leaves a task ends the event loop.
     """

@@ -48,7 +48,7 @@ class DeviceSnapshot:
         self._dtype = dtype
         device = jax.local_devices()[0]
         place = torch.device("cpu") if device.platform == "cpu" else torch.device("cuda", device.local_hardware_id)
-        self._stream = Stream(self._sources, dtype, place)
+        self._stream = TensorStream(self._sources, dtype, place)
         sender = importlib.import_module(SENDER)
         # vLLM packs tensors into two buffers of this size, and loads what a buffer holds at once: about a layer.
         buffer_bytes = self._stream.layer_bytes
@@ -93,7 +93,7 @@ class DeviceSnapshot:
         self._stream.leaves = {}
 
 
-class Stream:
+class TensorStream:
     """The parameters as named tensors on the first process's first device, in checkpoint order, one at a time.
 
     Attributes:
@@ -127,7 +127,7 @@ class Stream:
         the first process gets tensors.
         """
         requests = [
-            gather.Request(self.leaves[source.path], dtype, source.layer)
+            gather.LeafRequest(self.leaves[source.path], dtype, source.layer)
             for source, dtype in zip(self._sources, self._dtypes, strict=True)
         ]
         with gather.blocks(requests, self._block_bytes, to_host=False) as blocks:
@@ -141,7 +141,7 @@ class Stream:
                     for target, part in snapshot.copies(pieces, place):
                         target.copy_(part)
                     if tensor.is_cuda:
-                        # JAX reuses the block's memory as soon as nobody refers to it.
+                        # JAX reuses the block's memory as soon as no one refers to it.
                         torch.cuda.current_stream(self._device).synchronize()
                 yield from hf_names.split(source.hf_name, tensor)
                 del tensor, place

@@ -79,7 +79,7 @@ class Header:
     maxima: Mapping[str, float]
 
 
-class Sent(NamedTuple):
+class SendCost(NamedTuple):
     """The cost of sending a sum.
 
     Attributes:
@@ -91,7 +91,7 @@ class Sent(NamedTuple):
     waited: float
 
 
-class Listener:
+class ChannelListener:
     """The meeting point of one channel: a store on a free port, in the core's first process.
 
     Attributes:
@@ -144,7 +144,9 @@ class Channel:
       closed: reason of the closing; empty while the channel connects or is open.
     """
 
-    def __init__(self, address: Mapping[str, Any], rank: int, seconds: float, listener: Listener | None = None) -> None:
+    def __init__(
+        self, address: Mapping[str, Any], rank: int, seconds: float, listener: ChannelListener | None = None
+    ) -> None:
         """Starts to connect.
 
         Args:
@@ -183,7 +185,7 @@ class Channel:
         if not self.ready:
             raise self._fail("not everybody came to it in time")
 
-    def send(self, header: Header, arrays: Sequence[np.ndarray], seconds: float) -> Sent:
+    def send(self, header: Header, arrays: Sequence[np.ndarray], seconds: float) -> SendCost:
         """Sends arrays to every process of the core.
 
         A message leaves only when the other side waits for it. So this method returns after the core has taken them.
@@ -213,7 +215,7 @@ class Channel:
         waited = time.monotonic() - start
         for at in range(0, len(flat), PART_BYTES):
             self._pass("send", flat[at : at + PART_BYTES], deadline)
-        return Sent(len(head) + len(flat), waited)
+        return SendCost(len(head) + len(flat), waited)
 
     def receive(
         self, expected: Sequence[ArrayKind], seconds: float, into: np.ndarray | None = None

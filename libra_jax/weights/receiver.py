@@ -62,7 +62,7 @@ class Receiver:
         # The version's digest, which every gradient sum carries, is made of the checksums.
         if chunk.checksum is None:
             raise protocols.LibraError(
-                f"{named} has no checksum, so nobody can tell whose it is: set rollout.checksum."
+                f"{named} has no checksum, so no one can tell whose it is: set rollout.checksum."
             )
         self._count = chunk.count
         if chunk.frozen:

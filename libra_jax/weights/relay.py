@@ -7,7 +7,7 @@ relay to send and the next one to receive, so that the bytes cross to each host 
 A link is a gradient channel (gloo) of two ends, and the receiving relay listens. gloo sends straight from one host's
 shared memory and receives into the other's, so the relay copies nothing. It also unpickles nothing.
 
-A difference may travel in place of a chunk (`differences`). The root keeps a copy of each chunk for this purpose, and
+A difference may travel instead of a chunk (`differences`). The root keeps a copy of each chunk for this purpose, and
 compares the next version with the copy. A relay changes its chunk in place, compares the checksum of the whole chunk,
 and keeps the difference for the relays below.
 
@@ -42,7 +42,7 @@ MOST_COMPARERS = 4
 T = TypeVar("T")
 
 
-class _Link(NamedTuple):
+class _RelayLink(NamedTuple):
     """A link to a relay that receives from this one."""
 
     channel: gradient_channel.Channel
@@ -65,7 +65,7 @@ class _Difference(NamedTuple):
     data: np.ndarray
 
 
-def create(name: str, link_seconds: float, cluster: str = "") -> Relay:
+def create(name: str, link_seconds: float, cluster: str = "") -> RelayActor:
     """Creates the relay of this host.
 
     Args:
@@ -76,10 +76,10 @@ def create(name: str, link_seconds: float, cluster: str = "") -> Relay:
     """
     # The sent memory is mapped read-only and never written here, which torch cannot know.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    return Relay(name, link_seconds, machine.cluster_address(cluster))
+    return RelayActor(name, link_seconds, machine.cluster_address(cluster))
 
 
-class Relay(protocols.Relay):
+class RelayActor(protocols.Relay):
     """A host's weight relay. Every method raises LibraError with one sentence."""
 
     def __init__(self, name: str, link_seconds: float, host: str) -> None:
@@ -87,7 +87,7 @@ class Relay(protocols.Relay):
         self._seconds = link_seconds
         self._host = host
         self._parent: gradient_channel.Channel | None = None
-        self._children: dict[str, _Link] = {}
+        self._children: dict[str, _RelayLink] = {}
         self._receiving = futures.ThreadPoolExecutor(1, f"{name} receives")
         self._memory: dict[int, memfd.Owner] = {}
         # Checksums of the chunks in memory; none while a chunk is written, or after it arrived damaged.
@@ -107,7 +107,7 @@ class Relay(protocols.Relay):
         if self._parent is not None:
             # One parent at a time: two could write into the same memory.
             self._parent.close("another took its place")
-        listener = gradient_channel.Listener(self._name, generation, 2, self._host)
+        listener = gradient_channel.ChannelListener(self._name, generation, 2, self._host)
         self._parent = gradient_channel.Channel(listener.address, 0, self._seconds, listener)
         return listener.address
 
@@ -119,10 +119,10 @@ class Relay(protocols.Relay):
             )
         self._part_from(child)
         channel = gradient_channel.Channel(address, 1, self._seconds)
-        self._children[child] = _Link(channel, futures.ThreadPoolExecutor(1, f"{self._name} sends to {child}"))
+        self._children[child] = _RelayLink(channel, futures.ThreadPoolExecutor(1, f"{self._name} sends to {child}"))
 
     async def compare(self, chunk: protocols.WeightChunk) -> protocols.WeightDifference | None:
-        """Compares a chunk of this host with the copy of the last compared one, and copies it in place of that one.
+        """Compares a chunk of this host with the copy of the last compared one, and copies it instead of that one.
 
         Keeps the difference. There is none without a checksum, either.
         """
@@ -226,7 +226,7 @@ class Relay(protocols.Relay):
         # The bytes came over an unauthenticated link; the expected values came from the coordinator.
         if (header.version, header.first) != (chunk.policy_version, chunk.index):
             raise protocols.LibraError(
-                f"{self._name} was sent chunk {header.first} of version {header.version} in place of {_named(chunk)}."
+                f"{self._name} was sent chunk {header.first} of version {header.version} instead of {_named(chunk)}."
             )
         if difference is not None:
             try:

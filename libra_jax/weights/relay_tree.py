@@ -54,20 +54,20 @@ def expected(count: int) -> list[asyncio.Future[protocols.WeightChunk]]:
     return [asyncio.get_running_loop().create_future() for _ in range(count)]
 
 
-class RelayClient(typed_clients.ActorClient, protocols.RelayClient):
+class RelayActorClient(typed_clients.ActorClient, protocols.RelayClient):
     """A weight relay, for one life of its process. See `typed_clients.ActorClient` for the arguments."""
 
-    health = typed_clients.Call("weight_sync", "answer", protocols.Relay.health)
-    listen = typed_clients.Call("weight_sync", "open a link", protocols.Relay.listen)
-    connect = typed_clients.Call("weight_sync", "connect a link", protocols.Relay.connect)
-    compare = typed_clients.Call("weight_sync", "compare chunk {0.index}", protocols.Relay.compare)
-    send = typed_clients.Call("weight_sync", "send chunk {0.index} to {1}", protocols.Relay.send)
-    receive = typed_clients.Call("weight_sync", "receive chunk {0.index}", protocols.Relay.receive)
-    shutdown = typed_clients.Call("shutdown", "shut down", protocols.Relay.shutdown)
+    health = typed_clients.ClientMethod("weight_sync", "answer", protocols.Relay.health)
+    listen = typed_clients.ClientMethod("weight_sync", "open a link", protocols.Relay.listen)
+    connect = typed_clients.ClientMethod("weight_sync", "connect a link", protocols.Relay.connect)
+    compare = typed_clients.ClientMethod("weight_sync", "compare chunk {0.index}", protocols.Relay.compare)
+    send = typed_clients.ClientMethod("weight_sync", "send chunk {0.index} to {1}", protocols.Relay.send)
+    receive = typed_clients.ClientMethod("weight_sync", "receive chunk {0.index}", protocols.Relay.receive)
+    shutdown = typed_clients.ClientMethod("shutdown", "shut down", protocols.Relay.shutdown)
 
 
 @dataclass
-class Relay:
+class HostRelay:
     """The relay of one host, across all its processes.
 
     Attributes:
@@ -122,7 +122,7 @@ class RelayTree:
         self._limits = config.deadlines
         self._cluster = cluster
         self._recorder = recorder
-        self._relays = {host: Relay(spec, host) for host, spec in specs.items()}
+        self._relays = {host: HostRelay(spec, host) for host, spec in specs.items()}
         self._root = self._relays[min(specs)]
         self._full_every = config.rollout.full_sync_every
         self.sent_bytes = self.whole_bytes = 0
@@ -177,7 +177,7 @@ class RelayTree:
             for relay in hosts
         }
 
-        async def give(relay: Relay) -> None:
+        async def give(relay: HostRelay) -> None:
             error = await asyncio.shield(answering[relay.host])
             if error is not None and relay.host in needed:
                 error = await self._made(relay)
@@ -230,7 +230,7 @@ class RelayTree:
                 place.set_result(difference)
 
     async def _supply(
-        self, relay: Relay, staged: Chunks, copies: Mapping[int, Chunks], differences: Differences, begin: float
+        self, relay: HostRelay, staged: Chunks, copies: Mapping[int, Chunks], differences: Differences, begin: float
     ) -> None:
         """Brings all chunks of a version to one host, and records the cost."""
         arrived = 0
@@ -266,7 +266,7 @@ class RelayTree:
 
     async def _fetch(
         self,
-        relay: Relay,
+        relay: HostRelay,
         chunk: protocols.WeightChunk,
         copies: Mapping[int, Chunks],
         compared: asyncio.Future[protocols.WeightDifference | None],
@@ -308,8 +308,8 @@ class RelayTree:
 
     async def _transfer(
         self,
-        above: Relay,
-        relay: Relay,
+        above: HostRelay,
+        relay: HostRelay,
         source: protocols.WeightChunk,
         change: protocols.WeightDifference | None = None,
     ) -> protocols.WeightChunk:
@@ -323,7 +323,7 @@ class RelayTree:
             relay.changes[source.index] = change
         return copy
 
-    async def _connect(self, above: Relay, relay: Relay) -> None:
+    async def _connect(self, above: HostRelay, relay: HostRelay) -> None:
         relay.link = None
         # Each link has a number of its own, by which the address of an earlier one is refused.
         relay.generation += 1
@@ -332,14 +332,14 @@ class RelayTree:
         await sender.connect(relay.spec.name, relay.generation, address)
         relay.link = above.host, above.life
 
-    async def _made(self, relay: Relay) -> protocols.LibraError | None:
+    async def _made(self, relay: HostRelay) -> protocols.LibraError | None:
         """Restarts a relay's process if it does not answer. Returns the error if that failed."""
         async with relay.making:
             try:
                 if await self._answers(relay, patient=True) is None:
                     return None
                 self._recorder.status(relay.spec.name, "starting its process")
-                client = RelayClient(self._cluster, relay.spec, self._limits)
+                client = RelayActorClient(self._cluster, relay.spec, self._limits)
                 try:
                     await client.stop()  # remains of a dropped process
                 except protocols.LibraError as error:
@@ -356,7 +356,7 @@ class RelayTree:
                 return error
         return None
 
-    async def _answers(self, relay: Relay, *, patient: bool) -> protocols.LibraError | None:
+    async def _answers(self, relay: HostRelay, *, patient: bool) -> protocols.LibraError | None:
         """Drops a relay that does not answer, and returns the error. An impatient caller waits `ANSWER_SECONDS`."""
         if relay.client is None:
             return protocols.WorkerLost(f"{relay.spec.name} is not there")
@@ -370,7 +370,7 @@ class RelayTree:
             return error
         return None
 
-    def _drop(self, relay: Relay, error: protocols.LibraError) -> None:
+    def _drop(self, relay: HostRelay, error: protocols.LibraError) -> None:
         """Stops using a relay's process. `_made` later ends and restarts it."""
         if relay.client is None:
             return

@@ -139,7 +139,7 @@ class HostSnapshot:
         self._version = self._written = None
         leaves = {source.path: leaf(params, source) for source in self._sources}
         self._checksums.clear()
-        requests = [gather.Request(array, self._dtypes[path]) for path, array in leaves.items()]
+        requests = [gather.LeafRequest(array, self._dtypes[path]) for path, array in leaves.items()]
         # All processes take part in the gathering, and process 0 alone keeps the result.
         with gather.blocks(requests, self._block_bytes, to_host=True) as blocks:
             if jax.process_index() == 0:
@@ -259,7 +259,7 @@ class HostSnapshot:
 
 
 def copies(
-    pieces: Sequence[gather.Piece], targets: Mapping[int, torch.Tensor]
+    pieces: Sequence[gather.BlockPiece], targets: Mapping[int, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields (target, source) of each copy that writes a block to its places.
 

@@ -14,14 +14,14 @@ from libra_jax.training import topology
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = pathlib.Path(__file__).parent / "compiled_config.py"
 
-Compile = Callable[..., programs.Case]
+Compile = Callable[..., programs.CompiledCase]
 
 
 @pytest.fixture
 def compiled(tmp_path) -> Compile:
     """Compiles for a target with these settings. Skips where the target's compiler is not installed."""
 
-    def compile_for(target: str, settings: dict[str, object], *arguments: str) -> programs.Case:
+    def compile_for(target: str, settings: dict[str, object], *arguments: str) -> programs.CompiledCase:
         if not topology.available(target):
             pytest.skip(f"the compiler for {target} is not installed: bash launch/setup.sh --accelerators={target}")
         output = tmp_path / "compiled.json"

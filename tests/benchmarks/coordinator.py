@@ -105,7 +105,7 @@ async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess"
         cluster=config_lib.ClusterConfig(backend=backend),
     )
     cluster = cluster_create.create(config.cluster)
-    run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
+    run = parts.CoordinatorContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
     spec = protocols.ActorSpec(NAME, f"{__name__}:instant", {"deltas": shape.deltas, "pause": shape.pause})
     engines = instances.Instances(run, [spec])
     seconds = []

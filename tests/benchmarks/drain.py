@@ -61,7 +61,7 @@ async def measure() -> dict[str, Any]:
     )
     shape = models_config.load_preset("libra-tiny")
     cluster = cluster_create.create(config.cluster)
-    run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
+    run = parts.CoordinatorContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
     model = models_config.to_hf(shape)
     specs = [
         workload.engine_spec(name, config, model, cpu_cores=str(core), hybrid=name == MOVED)
@@ -134,7 +134,7 @@ class _Load:
         self._came: list[float] = []  # when each token did
         self._numbers = itertools.count()
         for engine in engines.engines.values():
-            assert isinstance(engine.client, client.EngineClient)
+            assert isinstance(engine.client, client.EngineActorClient)
             engine.client = _Counted(engine.client, self._count)
 
     async def around(self, work: Any) -> Any:
@@ -181,10 +181,10 @@ class _Load:
                 self._sampler.finish(name)
 
 
-class _Counted(client.EngineClient):
+class _Counted(client.EngineActorClient):
     """An engine's client that counts the tokens that come."""
 
-    def __init__(self, inner: client.EngineClient, count: Callable[[int], None]) -> None:
+    def __init__(self, inner: client.EngineActorClient, count: Callable[[int], None]) -> None:
         super().__init__(inner._cluster, inner._spec, inner._limits)
         self._handle = inner._handle
         self._count = count

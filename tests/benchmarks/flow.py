@@ -49,7 +49,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "Markdown file to write; default: 
 class Run:
     """A simulated run, and the generated tokens of the rollouts that it trained and of all that its prompts have."""
 
-    result: results.Result
+    result: results.SimulationResult
     trained: Sequence[int]
     sampled: Sequence[int]
 

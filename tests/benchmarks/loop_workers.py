@@ -150,7 +150,7 @@ async def _hold(pipe: connection.Connection, config: config_lib.RunConfig, shape
 
     gc.set_threshold(100_000, 50, 100)
     made = [
-        loop_worker.Worker(config, inprocess.InProcessCluster(), pathlib.Path(), opened, "127.0.0.1")
+        loop_worker.LoopWorkerActor(config, inprocess.InProcessCluster(), pathlib.Path(), opened, "127.0.0.1")
         for _ in range(count)
     ]
     for one in made:
@@ -237,7 +237,7 @@ async def _measure(
     live: int,
     seconds: float,
 ) -> Figures:
-    run = parts.RunContext(config, Cluster(addresses), Forgetful(), pathlib.Path())
+    run = parts.CoordinatorContext(config, Cluster(addresses), Forgetful(), pathlib.Path())
     count = max(1, len(addresses)) * 4
     slots = -(-2 * live // count)
     engines = instances.Instances(run, [protocols.ActorSpec(f"engine-{number}", ":", {}) for number in range(count)])
@@ -248,7 +248,7 @@ async def _measure(
     dispatcher = dispatch.Dispatcher(run, scheduler=registry.create(config.scheduler), engines=engines)
     run.events.announce(protocols.EnginesChanged(engines.serving()))
     given = rollouts.Agent(tasks=Tasks(), **vars(agent(shape)))
-    runner: rollouts.Runner
+    runner: rollouts.RolloutRunner
     if addresses:
         specs = [protocols.ActorSpec(f"loops-{number}", ":", {}) for number in range(len(addresses))]
         runner = loop_workers.LoopWorkers(run, given, specs, dispatcher=dispatcher, engines=engines)
@@ -267,7 +267,7 @@ async def _measure(
             trajectory = runner.begin(f"{task.prompt_id}/{number % 8}", task)
             await runner.run(protocols.RolloutOrder(trajectory, task, number // 8, 0, 1.0))
             if len(trajectory.turns) != shape.turns or trajectory.generated_tokens != shape.turns * shape.tokens:
-                raise protocols.LibraError(f"{len(trajectory.turns)} turns came in place of {shape.turns}")
+                raise protocols.LibraError(f"{len(trajectory.turns)} turns came instead of {shape.turns}")
 
     async def window() -> Figures:
         await asyncio.sleep(seconds)

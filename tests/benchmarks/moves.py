@@ -86,9 +86,9 @@ class _Bench:
         self._version = 0
         self._trainer = self._client(cores[0], "trainer")
 
-    def _client(self, core: int, name: str) -> client.TrainerClient:
+    def _client(self, core: int, name: str) -> client.TrainerActorClient:
         processes = client.TrainerProcesses(self._cluster, self._make(core), name=name)
-        return client.TrainerClient(processes, self._config.deadlines)
+        return client.TrainerActorClient(processes, self._config.deadlines)
 
     def _make(self, core: int) -> client.MakeProcess:
         trainer = dataclasses.replace(self._config.trainer, cores=(core,))
@@ -161,7 +161,7 @@ class _Bench:
             },
             environment=_cpu_environment(),
         )
-        run = parts.RunContext(self._config, self._cluster, memory.MemoryRecorder(), self._workdir)
+        run = parts.CoordinatorContext(self._config, self._cluster, memory.MemoryRecorder(), self._workdir)
         sides = training_sides.TrainingSides(run, {MEMBER: spec})
         began, gaps = time.perf_counter(), []
         readying = asyncio.ensure_future(self._ready(sides))

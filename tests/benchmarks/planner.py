@@ -54,14 +54,14 @@ def sample() -> tuple[settings.SimulatedRun, list[scripts.Script]]:
     ]
 
 
-def searched(run: settings.SimulatedRun, drawn: Sequence[scripts.Script], devices: int) -> search.Search:
+def searched(run: settings.SimulatedRun, drawn: Sequence[scripts.Script], devices: int) -> search.PlanSearch:
     """The search for so many accelerators, whose work is as much for each as the run's."""
-    setting = forecast.Setting.from_config(
+    setting = forecast.PlanConditions.from_config(
         run, run.simulation.cost_model(run.model.lora), devices, slots=run.simulation.instance_slots(run.rollout)
     )
     setting = dataclasses.replace(setting, requests=setting.requests * devices // ACCELERATORS[0])
-    return forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn]).searched(
-        forecast.Levels()
+    return forecast.StepWork(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn]).searched(
+        forecast.CorrectionLevels()
     )
 
 

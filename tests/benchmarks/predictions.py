@@ -157,12 +157,12 @@ def run_of(workload: str, seed: int, plan: protocols.Plan | None = None) -> sett
     return config_lib.parse(settings.SimulatedRun, values if plan is None else plans.applied(values, plan))
 
 
-def work_of(run: settings.SimulatedRun) -> forecast.Work:
+def work_of(run: settings.SimulatedRun) -> forecast.StepWork:
     """Returns the planner's view of the counted steps of a run."""
     drawn = counted_rollouts(run)
     model, slots = run.simulation.cost_model(run.model.lora), run.simulation.instance_slots(run.rollout)
-    setting = forecast.Setting.from_config(run, model, DEVICES, slots=slots)
-    return forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn])
+    setting = forecast.PlanConditions.from_config(run, model, DEVICES, slots=slots)
+    return forecast.StepWork(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn])
 
 
 def counted_rollouts(run: settings.SimulatedRun) -> list[scripts.Script]:
@@ -184,7 +184,7 @@ def steady(run: settings.SimulatedRun) -> Steady:
     return Steady(workloads.Synthetic(run.workload.shape, run.seed, TASKS, run.workload.variation))
 
 
-def layouts(workload: str, work: forecast.Work, lengths: list[int]) -> Iterator[tuple[str, protocols.Plan]]:
+def layouts(workload: str, work: forecast.StepWork, lengths: list[int]) -> Iterator[tuple[str, protocols.Plan]]:
     """Yields a name and a plan for each split, with instances of degree 2, and of the degrees 2 and 4.
 
     Args:
@@ -251,17 +251,17 @@ def _choices(folder: Path, seed: int) -> Iterator[Row]:
     """Yields the planner's best splits of each workload, the best first."""
     for workload in WORKLOADS:
         work = work_of(run_of(workload, seed))
-        for split in work.searched(forecast.Levels()).ranked(DEVICES):
+        for split in work.searched(forecast.CorrectionLevels()).ranked(DEVICES):
             yield _row(folder, work, workload, _named(split), seed, split.plan)
 
 
-def _row(folder: Path, work: forecast.Work, workload: str, name: str, seed: int, plan: protocols.Plan) -> Row:
-    predicted = work.predict(plan, forecast.Levels())
-    cycle = predicted.train + work.besides(plan.train_devices, forecast.Levels())
+def _row(folder: Path, work: forecast.StepWork, workload: str, name: str, seed: int, plan: protocols.Plan) -> Row:
+    predicted = work.predict(plan, forecast.CorrectionLevels())
+    cycle = predicted.train + work.besides(plan.train_devices, forecast.CorrectionLevels())
     return Row(workload, name, seed, predicted.step, simulated(folder, workload, seed, plan).seconds(cycle))
 
 
-def _named(split: search.Split) -> str:
+def _named(split: search.DeviceSplit) -> str:
     instances = ", ".join(f"{one.count} of degree {one.tensor_parallel}" for one in split.rollout)
     return f"{split.train.devices} train, {instances}"
 

@@ -45,7 +45,7 @@ async def measure(rounds: int) -> dict[str, Any]:
     cluster = cluster_create.create(config.cluster)
     specs = [dataclasses.replace(spec, host=1)]
     recorder = memory.MemoryRecorder()
-    run = parts.RunContext(config, cluster, recorder, pathlib.Path())
+    run = parts.CoordinatorContext(config, cluster, recorder, pathlib.Path())
     engines = instances.Instances(run, specs)
     hosts = relay_tree.RelayTree(
         config, cluster=cluster, specs={host: _relay(host) for host in (0, 1)}, recorder=run.recorder

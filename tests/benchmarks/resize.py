@@ -100,7 +100,7 @@ def _child() -> dict[str, Any]:
     for name, sizes in (("shrink", SMALL), ("grow", LARGE)):
         plain = statistics.median(step() for _ in range(STEPS_BEFORE))
         began, steps, gaps = time.perf_counter(), 0, []
-        change = resize.Resize(learner, protocols.MeshSizes(*sizes), jax.devices())
+        change = resize.MeshChange(learner, protocols.MeshSizes(*sizes), jax.devices())
         while not change.progress.ready:
             gaps.append(step())
             steps += 1

@@ -83,9 +83,9 @@ def _compared(workload: str, plan: protocols.Plan, staleness: int, stream: str) 
         for sample in range(run.coordinator.group_size)
     ]
     model, slots = run.simulation.cost_model(run.model.lora), run.simulation.instance_slots(run.rollout)
-    setting = forecast.Setting.from_config(run, model, predictions.DEVICES, slots=slots)
-    work = forecast.Work(setting, [one.prompt_tokens for one in rollouts], [one.turns for one in rollouts])
-    predicted = work.predict(plan, forecast.Levels()).step
+    setting = forecast.PlanConditions.from_config(run, model, predictions.DEVICES, slots=slots)
+    work = forecast.StepWork(setting, [one.prompt_tokens for one in rollouts], [one.turns for one in rollouts])
+    predicted = work.predict(plan, forecast.CorrectionLevels()).step
     result = world.run(
         run,
         run.simulation,

@@ -1,4 +1,4 @@
-"""`libra_jax.train`, `evaluate`, `simulate` and `plan` from a Python program, with its objects in place of names."""
+"""`libra_jax.train`, `evaluate`, `simulate` and `plan` from a Python program, with its objects instead of names."""
 
 import asyncio
 import json
@@ -311,7 +311,7 @@ def test_objects_of_the_program_are_refused_where_workers_are_other_processes():
 def test_a_plan_and_a_simulation_answer_as_the_scripts_do():
     split = libra_jax.plan(hardware="h100", model="Qwen3-8B", accelerators=16, workload="search", generated_tokens=4000)
     assert (split.train.devices, split.plan.rollout_devices) == (4, 12)
-    wanted = scripts.Wanted(4000)
+    wanted = scripts.RequestedLengths(4000)
     asked = planned.PlanRequest(hardware="h100", model="Qwen3-8B", accelerators=16, workload="search", lengths=wanted)
     assert split == planned.case(config_lib.to_dict(simulate.get_config()), asked).searched().best(16)
     run = simulate.get_config("search")

@@ -57,7 +57,7 @@ def test_no_two_labels_of_the_picture_overlap(tmp_path, monkeypatch):
     k = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
     tasks = [scores.TaskScores(str(task), tuple(float(place < 40 * task) for place in range(128))) for task in range(3)]
     estimate = evaluating.Estimate(0.5, 0.4, 0.6)
-    made = evaluating.Evaluated("mine", tasks, 128, 1.0, 1.0, estimate, dict.fromkeys(k, estimate), {})
+    made = evaluating.EvaluationReport("mine", tasks, 128, 1.0, 1.0, estimate, dict.fromkeys(k, estimate), {})
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda picture, *_, **__: drawn.append(picture))
     evaluating.write_picture(made, tmp_path / "picture.svg")

@@ -191,7 +191,7 @@ def test_a_launcher_checks_the_shape_of_an_id(cache, capsys):
 
 
 def test_a_plan_is_for_the_model_of_the_config_or_for_none(cache):
-    asked = planned.PlanRequest(lengths=rollouts.Wanted(rollouts.LogNormal.fitted(100, 200)))
+    asked = planned.PlanRequest(lengths=rollouts.RequestedLengths(rollouts.LogNormal.fitted(100, 200)))
     for path in ("acme/tiny", str(cache / "none")):
         values = config_lib.to_dict(run_of(path))
         with pytest.raises(protocols.DataError, match=rf"^config\.model\.path: .*{path}.* with --model$"):

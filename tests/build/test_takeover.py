@@ -53,7 +53,7 @@ def test_a_second_start_on_the_host_is_refused_by_name_and_goes_on_once_the_firs
             match=rf"is in use by the run of process {first.pid} on \S+ \(step 0 of 100\); wait .* --take_over",
         ):
             workdirs.open_workdir(RUN, str(tmp_path / "run"))
-        assert fencing.newest(tmp_path / "run").number == 1, "a start that is refused fences nobody off"
+        assert fencing.newest(tmp_path / "run").number == 1, "a start that is refused fences no one off"
         first.kill()
         first.wait(timeout=20)
         began = time.monotonic()

@@ -44,7 +44,7 @@ def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_
     told = given.pop("on_hosts")
     layout = hosts.layout(run)
     assert given == {"start_seconds": 7.0, "shutdown_seconds": 8.0, "layout": layout, "platform": "cuda"}
-    nodes = [granted.Node(f"id-{name}", name, f"10.0.0.{name}", accelerators=("6",)) for name in ("1", "2")]
+    nodes = [granted.GrantedNode(f"id-{name}", name, f"10.0.0.{name}", accelerators=("6",)) for name in ("1", "2")]
     told(granted.Granted(layout, tuple(nodes), "GPU"))
     kept = json.loads((tmp_path / "hosts.json").read_text())
     assert [(host["node"], host["role"], host["accelerators"]) for host in kept] == [
@@ -73,7 +73,7 @@ def test_hosts_are_not_written_down_by_a_run_that_has_been_taken_over(tmp_path, 
     layout = hosts.layout(
         config_lib.RunConfig(cluster=config_lib.ClusterConfig(backend="ray", accelerators_per_host=1))
     )
-    nodes = tuple(granted.Node(f"id-{name}", name, f"10.0.0.{name}", accelerators=("0",)) for name in ("1", "2"))
+    nodes = tuple(granted.GrantedNode(f"id-{name}", name, f"10.0.0.{name}", accelerators=("0",)) for name in ("1", "2"))
     told[0](granted.Granted(layout, nodes, "CPU"))
     assert not (tmp_path / "hosts.json").exists()
 
@@ -102,7 +102,9 @@ def test_the_runs_scorer_is_made_of_the_configs_functions_and_weights(tmp_path, 
     scores: list[scoring.Score] = []
 
     class Scoring:
-        def __init__(self, run: parts.RunContext, specs: parts.WorkerSpecs, agent: rollouts.Agent, *_: Any) -> None:
+        def __init__(
+            self, run: parts.CoordinatorContext, specs: parts.WorkerSpecs, agent: rollouts.Agent, *_: Any
+        ) -> None:
             self.reward = agent.reward
 
         async def run(self, at_signal: Any) -> coordinator.RunSummary:
@@ -125,7 +127,7 @@ def test_a_run_writes_as_many_samples_as_the_config_says(tmp_path, monkeypatch):
     made: list[Any] = []
 
     class Reading:
-        def __init__(self, run: parts.RunContext, *_: Any) -> None:
+        def __init__(self, run: parts.CoordinatorContext, *_: Any) -> None:
             assert run.samples is not None
             rollouts = [protocols.Trajectory(f"p/{n}", "p", reward=0.0) for n in range(9)]
             made.append(run.samples.of_evaluation(1, rollouts))

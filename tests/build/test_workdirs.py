@@ -40,9 +40,9 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cores_go_to_the_instances_in_order_and_ones_that_are_not_there_are_refused_early(tmp_path):
     rollout = config_lib.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1))
     shape = model_config.load_preset("libra-tiny")
-    specs = placement.Engines(resolved_run.ResolvedRun(settings(rollout=rollout), shape), tmp_path).specs()
+    specs = placement.EngineSpecs(resolved_run.ResolvedRun(settings(rollout=rollout), shape), tmp_path).specs()
     assert [spec.arguments["cpu_cores"] for spec in specs] == ["3", "0|1"]
-    unpinned = placement.Engines(resolved_run.ResolvedRun(settings(), shape), tmp_path).specs()
+    unpinned = placement.EngineSpecs(resolved_run.ResolvedRun(settings(), shape), tmp_path).specs()
     assert [spec.arguments["cpu_cores"] for spec in unpinned] == ["auto"]
     with pytest.raises(protocols.ConfigError, match=r"config\.rollout\.cores: has 2 entries for the 1 workers"):
         config_lib.RolloutConfig(cores=(0, 1))
@@ -53,7 +53,7 @@ def test_cores_go_to_the_instances_in_order_and_ones_that_are_not_there_are_refu
 def test_an_engine_that_a_plan_adds_gets_the_devices_that_the_others_leave(tmp_path):
     rollout = config_lib.RolloutConfig(tensor_parallel=(1, 2), cores=(3, 0, 1), slots_by_instance=(16, 48))
     trainer = config_lib.TrainerConfig(platform="cuda")
-    engines = placement.Engines(
+    engines = placement.EngineSpecs(
         resolved_run.ResolvedRun(settings(rollout=rollout, trainer=trainer), model_config.load_preset("libra-tiny")),
         tmp_path,
     )

@@ -46,7 +46,7 @@ def read_pieces(pieces, name):
 
 
 def call(name, **arguments):
-    return formats.Call(name, arguments)
+    return formats.WrittenCall(name, arguments)
 
 
 def hermes(name, **arguments):
@@ -151,7 +151,7 @@ def test_a_long_output_costs_its_length_whatever_it_holds():
         (hermes("search", query="naïve 😀 \u2028"), [call("search", query="naïve 😀 \u2028")]),
         (hermes("python", code="'</tool_call>' '<tool_call>'"), [call("python", code="'</tool_call>' '<tool_call>'")]),
         ("```xml\n" + hermes("now") + "\n```", [call("now")]),
-        ('<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', [formats.Call("now", "{}")]),
+        ('<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', [formats.WrittenCall("now", "{}")]),
         ("<think>" + hermes("now") + "</think>" + hermes("search", query="b"), [call("search", query="b")]),
         ("<think>" + hermes("now"), []),
         ("no call </tool_call> at all", []),
@@ -202,7 +202,7 @@ WORDS = st.lists(
 @settings(max_examples=property_counts.examples(40, 100))
 def test_hermes_reads_back_any_call_that_it_writes(name, arguments):
     written = formats.named("hermes").write(name, arguments)
-    assert read(f"text{written}{written}", "hermes") == [formats.Call(name, arguments)] * 2
+    assert read(f"text{written}{written}", "hermes") == [formats.WrittenCall(name, arguments)] * 2
 
 
 # Tags -----------------------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_tags_read_back_any_call_that_they_write(written):
         with pytest.raises(ValueError, match="which would close it"):
             tags.write(name, arguments)
     else:
-        assert read(f"text {tags.write(name, arguments)} text", "tags") == [formats.Call(name, arguments)]
+        assert read(f"text {tags.write(name, arguments)} text", "tags") == [formats.WrittenCall(name, arguments)]
 
 
 # What the policy is told ----------------------------------------------------------------------------------------------

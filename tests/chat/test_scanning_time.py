@@ -139,7 +139,7 @@ def test_a_grader_that_hangs_leaves_the_event_loop_and_keeps_the_deadline(module
         async with toolkit.Toolkit(config_lib.ToolsConfig(), config_lib.SandboxConfig()) as tools:
             task = protocols.Task("t", {"prompt": "?", "answer": "42"})
             limits = loop.Limits(1, 1, 1, tool_seconds=0.2, temperature=1.0)
-            environment = deadline_environment.Environment(make(tools), task, limits)
+            environment = deadline_environment.DeadlineEnvironment(make(tools), task, limits)
             await environment.reset()
             try:
                 with pytest.raises(protocols.EnvironmentCrashed, match=r"step took more than 0\.2 s"):

@@ -29,7 +29,7 @@ SECONDS = 120.0
 GPUS = {"CUDA_VISIBLE_DEVICES": "5,7"}
 
 
-def layout(each: int = EACH, processes: int = 2, degrees: tuple[int, ...] = (1, 1)) -> hosts.Layout:
+def layout(each: int = EACH, processes: int = 2, degrees: tuple[int, ...] = (1, 1)) -> hosts.HostLayout:
     """Two devices a process of the trainer, so that each fills a host of two."""
     found = hosts.layout(
         config_lib.RunConfig(
@@ -50,7 +50,7 @@ def spec(name: str, host: int | None) -> ActorSpec:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    address: str, laid_out: hosts.Layout | None, told: list[granted.Granted], platform: str = "cpu"
+    address: str, laid_out: hosts.HostLayout | None, told: list[granted.Granted], platform: str = "cpu"
 ) -> Any:
     from libra_jax.cluster import create
 
@@ -67,7 +67,7 @@ async def cluster(
         await made.shutdown()
 
 
-async def refused(address: str, laid_out: hosts.Layout | None, seconds: float = 8.0) -> Mapping[str, Any]:
+async def refused(address: str, laid_out: hosts.HostLayout | None, seconds: float = 8.0) -> Mapping[str, Any]:
     """What is said to a run of this layout, which waits `seconds` for room, and after how long."""
     from libra_jax.cluster import ray_placement
 

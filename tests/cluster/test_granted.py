@@ -11,8 +11,8 @@ from libra_jax.cluster import granted, hosts
 from libra_jax.protocols import LibraError
 
 
-def node(name: str, gpus: float = 8, **versions: str) -> granted.Node:
-    return granted.Node(f"id-{name}", name, f"10.0.0.{name}", {"GPU": gpus, "CPU": 64.0}, ("0",), versions)
+def node(name: str, gpus: float = 8, **versions: str) -> granted.GrantedNode:
+    return granted.GrantedNode(f"id-{name}", name, f"10.0.0.{name}", {"GPU": gpus, "CPU": 64.0}, ("0",), versions)
 
 
 def test_hosts_of_one_shape_follow_the_names_of_the_nodes_as_people_sort_them():
@@ -88,7 +88,7 @@ def test_a_shortage_of_cpus_is_told_as_such_and_not_as_one_of_accelerators():
         )
     )
     enough, few = ({"GPU": 2.0, "CPU": cpus} for cpus in (2.0, 1.0))
-    nodes = [granted.Node(name, name, name, has) for name, has in (("a", enough), ("b", few))]
+    nodes = [granted.GrantedNode(name, name, name, has) for name, has in (("a", enough), ("b", few))]
     assert granted.why_not(layout, "GPU", [nodes[0], dataclasses.replace(nodes[1], resources=enough)]) == ""
     assert granted.why_not(layout, "GPU", nodes) == (
         "config.cluster.accelerators_per_host: the run takes as many CPUs of its 2 hosts as GPUs (2 CPUs each), and of "
@@ -118,7 +118,7 @@ def test_all_differing_versions_are_named_in_one_sentence():
 
 
 def test_a_worker_gets_the_ids_that_its_host_was_given():
-    shared = granted.Node("id", "node-1", "10.0.0.1", {}, ("4", "5", "6", "7"))
+    shared = granted.GrantedNode("id", "node-1", "10.0.0.1", {}, ("4", "5", "6", "7"))
     assert granted.accelerator_ids(shared, "0,1") == "4,5"
     assert granted.accelerator_ids(shared, "3") == "7"
     with pytest.raises(LibraError, match=r"node-1 has 4 accelerators for the run, and one of its workers .* number 4"):

@@ -75,5 +75,5 @@ def test_a_function_that_never_gives_up_the_interpreters_lock_costs_its_own_atte
 
     first, beside = run(body, {"matching": "matching"}, notes, seconds=1.0, retries=0)
     assert first != beside
-    assert "reward-0 answers nobody; it is restarted" in notes[0]
+    assert "reward-0 answers no one; it is restarted" in notes[0]
     assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE

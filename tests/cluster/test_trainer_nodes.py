@@ -38,7 +38,7 @@ def test_a_trainer_over_two_nodes_takes_the_steps_of_one_process(tmp_path):
         cluster = inprocess.InProcessCluster(shutdown_seconds=30)
         model = str(tmp_path / "model")
         processes = client.TrainerProcesses(cluster, doubles.maker(model, protocols.MeshSizes(2, 2, 1)))
-        trainer = client.TrainerClient(processes, config_lib.DeadlineConfig())
+        trainer = client.TrainerActorClient(processes, config_lib.DeadlineConfig())
         await trainer.make()
         await trainer.start()
         losses = [(await trainer.train_step(doubles.batch(version, seed=version)))["loss"] for version in range(2)]

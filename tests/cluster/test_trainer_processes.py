@@ -36,7 +36,7 @@ SPLIT = protocols.MeshSizes(1, 1, 2, 2)
 LIMITS = config_lib.DeadlineConfig()
 
 
-class Trainer(client.TrainerClient):
+class Trainer(client.TrainerActorClient):
     """A trainer that is also asked for the bits of its state."""
 
     async def bits(self) -> dict[str, str]:
@@ -110,7 +110,7 @@ class Moves:
     """
 
     curves: tuple[list[float], list[float]]
-    taken: list[tuple[handover.Taken, int]]
+    taken: list[tuple[handover.HandoverCost, int]]
     one: Trainer
     two: Trainer
 
@@ -123,7 +123,7 @@ def moves(bench: Bench, request: pytest.FixtureRequest) -> Moves:
         fixed, serving = await _started(bench.single("fixed")), await _started(bench.single("trainer-0"))
         successors = [bench.several("trainer", 2, SPLIT), bench.single("trainer-2")]
         successors += [bench.several("trainer-3", 2, SPLIT), bench.single("trainer-4")]
-        taken: list[tuple[handover.Taken, int]] = []
+        taken: list[tuple[handover.HandoverCost, int]] = []
         curves: tuple[list[float], list[float]] = ([], [])
         moving = _handover(bench, serving, successors[0], SPLIT)
         for version in range(steps):

@@ -22,7 +22,7 @@ from libra_jax.trainer_control import client
 async def train(address: str, model: str) -> dict[str, list]:
     cluster = ray_cluster.RayCluster(address, start_seconds=120, shutdown_seconds=30)
     processes = client.TrainerProcesses(cluster, doubles.maker(model, protocols.MeshSizes(2, 2, 1)), count=2)
-    trainer = client.TrainerClient(processes, config_lib.DeadlineConfig())
+    trainer = client.TrainerActorClient(processes, config_lib.DeadlineConfig())
     try:
         await trainer.make()
         await trainer.start()

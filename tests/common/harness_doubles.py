@@ -61,7 +61,7 @@ class Model(protocols.Conversation, protocols.Conversations):
 def model(write=lambda messages: "fine"):
     """Yields a running model. Its gateway has a thread and an event loop of its own."""
     made = Model(write)
-    serving = server.Server(made, config_lib.GatewayConfig())
+    serving = server.GatewayServer(made, config_lib.GatewayConfig())
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

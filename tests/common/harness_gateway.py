@@ -41,10 +41,10 @@ class Gateway(protocols.Gateway, protocols.Conversations):
 async def serving():
     """Yields what sessions need."""
     gateway = Gateway()
-    serving = server.Server(gateway, config_lib.GatewayConfig())
+    serving = server.GatewayServer(gateway, config_lib.GatewayConfig())
     gateway._url = await serving.start()
     try:
-        yield harness_loop.Host(gateway, lambda: chat_format.CharacterFormat(session_doubles.CHARACTERS))
+        yield harness_loop.SessionResources(gateway, lambda: chat_format.CharacterFormat(session_doubles.CHARACTERS))
     finally:
         await serving.stop()
 

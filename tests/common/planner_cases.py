@@ -10,13 +10,13 @@ from libra_jax.planning.costs import costs, hardware
 from libra_jax.planning.forecast import forecast, meshes
 
 MODEL = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-1.7B"))
-TRAINER = meshes.Trainer(lengths=(65_536,))
+TRAINER = meshes.TrainerProperties(lengths=(65_536,))
 NARROW = protocols.Plan(1, 2, 1, (protocols.PlannedBucket(1, 14, 60_000),))
 
 
 def make(plan=NARROW, setting=None, **changes) -> planner.GlobalPlanner:
     config = config_lib.PlannerConfig(**{"period": 2, "cooldown": 0, **changes})
-    setting = setting or forecast.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 1)
+    setting = setting or forecast.PlanConditions(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 1)
     masks = config_lib.TaskConfig(cut_off="mask", cut_off_limits=("max_context",)).masks
     return planner.GlobalPlanner(config, setting, plan, masks=masks)
 
@@ -36,5 +36,5 @@ def trained(tokens: int, count: int = 64) -> list[protocols.Trajectory]:
     return made
 
 
-def steps(made: planner.GlobalPlanner, measured: planner.Measured, tokens: int, count: int, begin: int = 1):
+def steps(made: planner.GlobalPlanner, measured: planner.ObservedStep, tokens: int, count: int, begin: int = 1):
     return [made.after(step, measured, trained(tokens)) for step in range(begin, begin + count)]

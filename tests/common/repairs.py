@@ -80,7 +80,7 @@ def judging(packages=()):
 
         def judged(changes, command="", repository=REPOSITORY, **arguments):
             texts = {path: text for path, text in {**repository, **changes}.items() if text is not None}
-            snapshot = snapshots.Snapshot.of_texts(repository)
+            snapshot = snapshots.RepositorySnapshot.of_texts(repository)
             return runner.run(suites.run(sandbox, snapshot, files_of(texts), suite(command, **arguments)))
 
         yield judged

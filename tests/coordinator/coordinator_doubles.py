@@ -58,9 +58,9 @@ def run_context(
     cluster: Any = None,
     recorder: protocols.Recorder | None = None,
     workdir: Path = Path("unused"),
-) -> parts.RunContext:
+) -> parts.CoordinatorContext:
     """What parts of a run share, when a test makes them without a coordinator."""
-    return parts.RunContext(config, cluster or DirectCluster(), recorder or memory.MemoryRecorder(), workdir)
+    return parts.CoordinatorContext(config, cluster or DirectCluster(), recorder or memory.MemoryRecorder(), workdir)
 
 
 class TokenText:
@@ -296,17 +296,19 @@ class Handed:
         pass
 
 
-async def engine_client(engine: Any, config: config_lib.RunConfig) -> engines_client.EngineClient:
+async def engine_client(engine: Any, config: config_lib.RunConfig) -> engines_client.EngineActorClient:
     """A client of an engine that is there already."""
-    made = engines_client.EngineClient(Handed(engine), protocols.ActorSpec(engine.name, "", {}), config.deadlines)
+    made = engines_client.EngineActorClient(Handed(engine), protocols.ActorSpec(engine.name, "", {}), config.deadlines)
     await made.make()
     return made
 
 
-async def alone(trainer: protocols.Trainer, limits: config_lib.DeadlineConfig | None = None) -> client.TrainerClient:
+async def alone(
+    trainer: protocols.Trainer, limits: config_lib.DeadlineConfig | None = None
+) -> client.TrainerActorClient:
     """Returns the client of a trainer of one process, which is made."""
     processes = client.TrainerProcesses(Handed(trainer), lambda *_: protocols.ActorSpec("trainer", "", {}))
-    made = client.TrainerClient(processes, limits or config_lib.DeadlineConfig())
+    made = client.TrainerActorClient(processes, limits or config_lib.DeadlineConfig())
     await made.make()
     return made
 
@@ -385,7 +387,7 @@ def make_coordinator(
         return {item.name: chosen.pop(item.name) for item in dataclasses.fields(kind) if item.name in chosen}
 
     made = run_module.Coordinator(
-        parts.RunContext(config, cluster, recorder, workdir, **given(parts.RunContext)),
+        parts.CoordinatorContext(config, cluster, recorder, workdir, **given(parts.CoordinatorContext)),
         parts.WorkerSpecs(trainer_spec, engine_specs, **given(parts.WorkerSpecs)),
         rollouts.Agent(make_environment=make_environment, **given(rollouts.Agent)),
         scheduler,

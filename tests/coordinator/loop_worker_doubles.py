@@ -19,7 +19,7 @@ MADE: list[Mortal] = []
 """Every worker since `specs`, in the order of their starts."""
 
 
-class Mortal(loop_worker.Worker):
+class Mortal(loop_worker.LoopWorkerActor):
     """A worker that dies after `life` seconds: it says nothing more, and every call fails."""
 
     life = float("inf")
@@ -58,7 +58,7 @@ def create(
     make_environment: Callable[[], Any],
     lives: list[float],
     agent: dict[str, Any],
-) -> loop_worker.Worker:
+) -> loop_worker.LoopWorkerActor:
     """Makes a worker. Its life is the next of `lives`; beyond these, workers live on."""
 
     @contextlib.asynccontextmanager

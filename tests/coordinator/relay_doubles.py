@@ -199,7 +199,7 @@ class Hosts:
         processes = client.TrainerProcesses(
             doubles.Handed(self.trainer), lambda *_: protocols.ActorSpec("trainer", "", {})
         )
-        self.client = client.TrainerClient(processes, self.config.deadlines)
+        self.client = client.TrainerActorClient(processes, self.config.deadlines)
         self.names = {host: [f"engine-{host}.{number}" for number in range(engines)] for host in range(count)}
         self.run = doubles.run_context(self.config, self.cluster, self.recorder)
         specs = [self._spec(name, "Engine", host, name=name) for host, names in self.names.items() for name in names]

@@ -70,16 +70,16 @@ def config(**algorithm):
 
 def test_prompts_without_past_rollouts_keep_the_group_size():
     made = budgets.make(config(budget="knapsack"))
-    known = [budgets.Prompt("a", 1.0, 4.0), budgets.Prompt("new"), budgets.Prompt("b", 0.4, 4.0)]
+    known = [budgets.PromptBudget("a", 1.0, 4.0), budgets.PromptBudget("new"), budgets.PromptBudget("b", 0.4, 4.0)]
     assert made(known) == [2, 4, 6]
-    assert made([budgets.Prompt("new")] * 3) == [4, 4, 4]
+    assert made([budgets.PromptBudget("new")] * 3) == [4, 4, 4]
     assert budgets.make(config())(known) == [4, 4, 4]
 
 
 def test_a_budget_of_ones_own_gets_total_and_bounds():
     name = "group_functions:all_to_the_first"
     made = budgets.make(config(budget=name, budget_most=7, budget_arguments={"first": 6}))
-    assert made([budgets.Prompt("a"), budgets.Prompt("b"), budgets.Prompt("c")]) == [6, 4, 2]
+    assert made([budgets.PromptBudget("a"), budgets.PromptBudget("b"), budgets.PromptBudget("c")]) == [6, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def group(number, prompt, rewards, **changes):
 
 
 def test_rates_count_the_environments_reward_in_a_window():
-    rates = success.Rates(config(budget="knapsack", success_window=2))
+    rates = success.SuccessRates(config(budget="knapsack", success_window=2))
     rates.add(group(1, "a", [0.0, 0.0]))
     rates.add(group(0, "a", [1.0, 1.0]))
     rates.add(group(2, "b", [1.0], finish="max_seconds"))  # masked by task.cut_off
@@ -138,7 +138,7 @@ def test_rates_count_the_environments_reward_in_a_window():
 @hypothesis.given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.integers(1, 5)), max_size=12))
 def test_rates_survive_a_checkpoint_bit_for_bit(settled):
     made = config(budget="knapsack", success_window=7)
-    rates, kept = success.Rates(made), success.Rates(made)
+    rates, kept = success.SuccessRates(made), success.SuccessRates(made)
     for number, (prompt, solved, size) in enumerate(settled):
         rates.add(group(number, prompt, [1.0] * min(solved, size) + [0.0] * max(0, size - solved)))
     rates.advance(len(settled) // 2)
@@ -150,6 +150,6 @@ def test_rates_survive_a_checkpoint_bit_for_bit(settled):
 
 
 def test_a_run_that_looks_at_no_rate_keeps_none():
-    rates = success.Rates(config())
+    rates = success.SuccessRates(config())
     rates.add(group(0, "a", [1.0]))
     assert rates.state() == {"counts": {}, "later": {}}

@@ -396,7 +396,7 @@ def test_a_checkpoint_with_damaged_experts_is_passed_over(tmp_path):
     found = checkpoint_store.find(tmp_path)
     assert found.step == 5
     assert "routing.bin is damaged" in found.skipped[0]
-    # Nobody reads experts to learn what the scheduler has learnt.
+    # No one reads experts to learn what the scheduler has learnt.
     assert files.load(6, routing=False)["step"] == 6
 
 

@@ -28,13 +28,13 @@ class Scripted:
         self.plan = BEGIN
         self.calibrated = False
         self.plans = plans
-        self.measured: list[planner.Measured] = []
+        self.measured: list[planner.ObservedStep] = []
         self.fails: tuple[int, ...] = ()
 
     def after(
         self,
         step: int,
-        measured: planner.Measured,
+        measured: planner.ObservedStep,
         trained: Sequence[protocols.Trajectory],
         *,
         may_move: bool = True,
@@ -328,7 +328,7 @@ def test_a_loss_is_told_until_the_planner_may_act_on_it(tmp_path):
     told: list[tuple[int, bool]] = []
     ask = planner.after
 
-    def note(step: int, measured: planner.Measured, *arguments: Any, **further: Any) -> Any:
+    def note(step: int, measured: planner.ObservedStep, *arguments: Any, **further: Any) -> Any:
         told.append((measured.lost, further["may_move"]))
         return ask(step, measured, *arguments, **further)
 

@@ -29,7 +29,7 @@ def move(source: str, target: str) -> protocols.Move | None:
     ("first", "generated", "right"), [("narrow", 110, 1), ("narrow", 111, 0), ("wide", 111, 1), ("wide", 110, 0)]
 )
 def test_the_first_decision_after_the_first_tool_return_is_judged_by_the_true_remaining_length(first, generated, right):
-    made, decision = make(), routing.Decision()
+    made, decision = make(), routing.JudgedRequest()
     made.decided(decision, "wide" if first == "narrow" else "narrow")
     made.returned(decision, 10)
     made.decided(decision, first)
@@ -42,7 +42,7 @@ def test_the_first_decision_after_the_first_tool_return_is_judged_by_the_true_re
 
 
 def test_while_the_wide_instance_is_away_long_requests_are_judged_wrong():
-    made, decision = make(), routing.Decision()
+    made, decision = make(), routing.JudgedRequest()
     made.instances(INSTANCES[:1])
     made.returned(decision, 10)
     made.decided(decision, "narrow")
@@ -51,7 +51,7 @@ def test_while_the_wide_instance_is_away_long_requests_are_judged_wrong():
 
 
 def test_an_attempt_without_a_tool_return_is_not_judged():
-    made, decision = make(), routing.Decision()
+    made, decision = make(), routing.JudgedRequest()
     made.decided(decision, "narrow")
     made.finished(decision, 500)
     assert made.counts.judged == 0

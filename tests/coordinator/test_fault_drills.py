@@ -100,7 +100,7 @@ def test_of_500_trajectories_with_5_percent_crashes_every_prompt_is_trained_once
         assert summary.replaced == {"environment": len(replaced)}
         assert not any("begins again" in note for note in bench.recorder.notes)
     else:
-        assert not replaced, "nobody crashed three times in a row"
+        assert not replaced, "no one crashed three times in a row"
         assert max(Crashing.crashes.values()) >= 1
         told = [note for note in bench.recorder.notes if "begins again" in note]
         assert len(told) == resolving.MOST_TOLD
@@ -177,8 +177,8 @@ MOST = 6
 class Unstartable:
     """A backend none of whose sandboxes starts."""
 
-    def launch(self, *, group: bool) -> backends.Launch:
-        return backends.Launch(("false",), {})
+    def launch(self, *, group: bool) -> backends.SandboxCommand:
+        return backends.SandboxCommand(("false",), {})
 
     def caveats(self, *, group: bool) -> list[str]:
         return []

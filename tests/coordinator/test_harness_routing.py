@@ -49,7 +49,7 @@ def outcome(policy: str, workdir: pathlib.Path, *, harness: bool):
     config = stepwise.make_config(policy)
     native = factories.environment_factory(config.task)
     gateway = session_doubles.Directly()
-    host = harness_loop.Host(gateway, lambda: chat_format.CharacterFormat(stepwise_policy.TOKENIZER))
+    host = harness_loop.SessionResources(gateway, lambda: chat_format.CharacterFormat(stepwise_policy.TOKENIZER))
     bench = doubles.Bench(
         config,
         workdir,

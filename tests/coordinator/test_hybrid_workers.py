@@ -12,7 +12,7 @@ import pytest
 from libra_jax import protocols
 from libra_jax.coordinator import instances
 from libra_jax.hybrid import hybrid, switching
-from libra_jax.hybrid.pool import State
+from libra_jax.hybrid.pool import WorkerState
 
 Decided = tuple[switching.Kind, tuple[str, ...]]
 
@@ -26,7 +26,7 @@ class Engines:
     def __init__(self, names: Sequence[str], workers: Sequence[str], events: protocols.Events) -> None:
         self.events = events
         self.engines = {
-            name: instances.Engine(protocols.ActorSpec(name, "", {}), hybrid=name in workers, state="serving")
+            name: instances.RolloutInstance(protocols.ActorSpec(name, "", {}), hybrid=name in workers, state="serving")
             for name in names
         }
         for name, engine in self.engines.items():
@@ -91,16 +91,16 @@ class Obliging:
 
 
 class Told:
-    """In place of `switching.Switching`: decides what the test says, a look at a time, and then nothing any more."""
+    """Instead of `switching.Switching`: decides what the test says, a look at a time, and then nothing any more."""
 
     def __init__(self, decisions: Iterable[Decided]) -> None:
         self._decisions = iter(decisions)
         self.sights: list[switching.Sight] = []
 
-    def look(self, sight: switching.Sight) -> switching.Decision:
+    def look(self, sight: switching.Sight) -> switching.SwitchDecision:
         self.sights.append(sight)
         kind, workers = next(self._decisions, ("stay", ()))
-        return switching.Decision(sight.step, kind, workers, "as told", 1.0, 1.0)
+        return switching.SwitchDecision(sight.step, kind, workers, "as told", 1.0, 1.0)
 
 
 class Bench:
@@ -131,7 +131,7 @@ class Bench:
         """One training step, in which things happen so many seconds after its begin; who set out in it, and when."""
         loop = asyncio.get_running_loop()
         begin, left = loop.time(), dict.fromkeys(("rollout-1", "rollout-2"))
-        before = {worker.name for worker in self.workers.pool.workers if worker.state is not State.ROLLOUT}
+        before = {worker.name for worker in self.workers.pool.workers if worker.state is not WorkerState.ROLLOUT}
         batch = protocols.TrainBatch(self.step, ())
         shares = self.workers.begin(batch)
         for after, event in (events or {}).items():
@@ -139,11 +139,11 @@ class Bench:
         while loop.time() < begin + seconds:
             await asyncio.sleep(0.25)
             for name in left:
-                if left[name] is None and self.workers.pool.worker(name).state is not State.ROLLOUT:
+                if left[name] is None and self.workers.pool.worker(name).state is not WorkerState.ROLLOUT:
                     left[name] = loop.time() - begin
         await self.workers.finish(shares, {}, seconds)
         self.step += 1
-        self.workers.after(self.step, hybrid.Step(seconds, seconds, 0.0, seconds, 0.0))
+        self.workers.after(self.step, hybrid.StepSeconds(seconds, seconds, 0.0, seconds, 0.0))
         return [(name, when) for name, when in left.items() if when is not None and name not in before]
 
 
@@ -197,7 +197,7 @@ def test_one_that_comes_back_for_the_floor_is_not_followed_by_another_that_leave
             2.0: lambda: bench.engines.recover("rollout-0", "rollout-2"),
         }
         assert await bench.take_step(events) == []
-        assert {worker.state for worker in bench.workers.pool.workers} == {State.ROLLOUT}
+        assert {worker.state for worker in bench.workers.pool.workers} == {WorkerState.ROLLOUT}
 
     run(body, STAY, BORROW, STAY, ("to_training", ("rollout-2",)))
 
@@ -228,7 +228,7 @@ def test_a_trainer_that_is_lost_when_a_worker_joins_is_no_failure_of_the_workers
         await bench.take_step()
         assert await bench.take_step() == [("rollout-1", IN_TIME)]
         (worker,) = (worker for worker in bench.workers.pool.workers if worker.name == "rollout-1")
-        assert (worker.state, worker.restarts) == (State.ROLLOUT, 0)
+        assert (worker.state, worker.restarts) == (WorkerState.ROLLOUT, 0)
         assert bench.engines.engines["rollout-1"].state == "serving"
         delattr(bench.trainer, method)
         await bench.take_step()

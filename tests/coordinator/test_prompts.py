@@ -86,7 +86,7 @@ def test_knapsack_spends_rollouts_where_results_differ(tmp_path):
 
 def chosen(config, steps: int, solved: dict[str, float]) -> list[list[str]]:
     """Prompts of each step, where each prompt always has the same share of solved rollouts."""
-    rates = success.Rates(config)
+    rates = success.SuccessRates(config)
     made = prompts.Prompts(config, prompt_doubles.Passes(), rates)
     found, size = [], config.coordinator.groups_per_step
     for position in range(steps * size):
@@ -152,7 +152,7 @@ def test_steps_larger_than_the_source_pose_tasks_twice():
 def test_a_source_without_an_end_is_refused_by_its_name(changes, sentence):
     config = doubles.make_config(**changes)
     with pytest.raises(protocols.ConfigError, match=sentence):
-        prompts.Prompts(config, doubles.Tasks(), success.Rates(config))
+        prompts.Prompts(config, doubles.Tasks(), success.SuccessRates(config))
 
 
 def test_a_stream_whose_length_is_an_error_is_taken_in_its_order():

@@ -81,7 +81,7 @@ class Model:
 def test_what_is_stored_is_bounded_and_survives_checkpoints(staleness, per_prompt, tokens, groups, order):
     algorithm = {**SUCCESS, "replay_per_prompt": per_prompt, "replay_tokens": tokens}
     config = make_config(staleness, steps=40, algorithm=algorithm)
-    replays, model, begun = replay.Replay(config), Model(config), []
+    replays, model, begun = replay.SuccessReplay(config), Model(config), []
     for number, (prompt, solved, length) in enumerate(groups):
         group = make_group(number, prompt, [float(solved)], number // 2, length)
         replays.choose(group)
@@ -97,14 +97,14 @@ def test_what_is_stored_is_bounded_and_survives_checkpoints(staleness, per_promp
             replays.add(one)
             model.added += [one] * (one.trajectories[0].environment_reward == 1.0)
         if order.random() < 0.3:
-            kept = replay.Replay(config)
+            kept = replay.SuccessReplay(config)
             kept.restore(json.loads(json.dumps(replays.state())))
             assert (kept.state(), kept.metrics()) == (replays.state(), replays.metrics())
             replays = kept
 
 
 def offered(group, *earlier, **algorithm):
-    replays = replay.Replay(make_config(steps=60, algorithm={**SUCCESS, **algorithm}))
+    replays = replay.SuccessReplay(make_config(steps=60, algorithm={**SUCCESS, **algorithm}))
     for one in earlier:
         replays.add(one)
     replays.choose(group)

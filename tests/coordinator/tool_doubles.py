@@ -21,7 +21,7 @@ class ToolTurns(doubles.TwoTurns):
       arguments: of the call.
     """
 
-    open = 0  # toolboxes that nobody has closed, over all attempts
+    open = 0  # toolboxes that no one has closed, over all attempts
 
     def __init__(self, tools: toolkit.Toolkit, name: str, arguments: Mapping[str, Any]) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def _mounting() -> str:
     with contextlib.suppress(OSError):
         if subprocess.run(tried, capture_output=True, timeout=_COMMAND_SECONDS, check=False).returncode == 0:
             return ""
-    return "this machine lets nobody mount a small disk (unshare --mount)"
+    return "this machine lets no one mount a small disk (unshare --mount)"
 
 
 @contextlib.contextmanager

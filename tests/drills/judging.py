@@ -56,7 +56,7 @@ def prompts(
     twice = {prompt for prompt in times if times[prompt] > attempts or len(taken[prompt]) > 1}
     short = {prompt for prompt in times if times[prompt] < attempts} - twice
     never = sum(prompt not in times for prompt in range(groups * steps + replaced))
-    # One that is replaced may be the last, after which nobody knows how many there would have been.
+    # One that is replaced may be the last, after which no one knows how many there would have been.
     lost = len(short) + max(0, never - replaced)
     return Prompts(len(times) - len(short) - len(twice), lost, len(twice), replaced)
 

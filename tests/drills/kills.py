@@ -93,7 +93,7 @@ class Scene:
     def kill_sandbox(self) -> str:
         """Kills a sandbox, or one that is kept ready, below the driver.
 
-        Held still meanwhile, the driver starts and ends none: whose death would be nobody's loss is not hit.
+        Held still meanwhile, the driver starts and ends none: whose death would be no one's loss is not hit.
         """
         driver = psutil.Process(self.run.process.pid)
         deadline = time.monotonic() + SEARCH_SECONDS

@@ -113,7 +113,7 @@ class Family:
             for process in psutil.process_iter():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     children[process.ppid()].append(process)
-            # Under a worker whose parent has ended is found what that has started, and under nobody else.
+            # Under a worker whose parent has ended is found what that has started, and under no one else.
             above = [os.getpid(), *(process.pid for process in self._members if process.is_running())]
             while above:
                 for process in children.pop(above.pop(), ()):

@@ -1,4 +1,4 @@
-"""Our reading of Hermes calls against vLLM's own parser, which nobody here wrote; no engine is started."""
+"""Our reading of Hermes calls against vLLM's own parser, which no one here wrote; no engine is started."""
 
 import json
 

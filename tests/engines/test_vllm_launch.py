@@ -20,8 +20,8 @@ from libra_jax.models import config as model_config
 from libra_jax.utils import scratch
 
 
-def launch(name: str, tensor_parallel: int = 1) -> vllm_launch.Launch:
-    return vllm_launch.Launch(name, {"vocab_size": 8}, config_lib.RolloutConfig(), tensor_parallel, 0, "auto", "")
+def launch(name: str, tensor_parallel: int = 1) -> vllm_launch.EngineLaunch:
+    return vllm_launch.EngineLaunch(name, {"vocab_size": 8}, config_lib.RolloutConfig(), tensor_parallel, 0, "auto", "")
 
 
 def test_named_cores_are_bound_and_one_that_is_not_there_is_refused():
@@ -111,7 +111,7 @@ def spawning(monkeypatch):
 
     monkeypatch.setattr(vllm_launch, "_launch_core_engines", launch_core_engines)
     monkeypatch.setattr(vllm_launch.async_llm, "AsyncLLM", Engine)
-    monkeypatch.setattr(vllm_launch.Launch, "_arguments", lambda self: self.name)
+    monkeypatch.setattr(vllm_launch.EngineLaunch, "_arguments", lambda self: self.name)
     monkeypatch.setattr(psutil.Process, "terminate", lambda self: None)  # the "core" is this process
     monkeypatch.setattr(psutil, "wait_procs", lambda processes, timeout: ([], []))
     return seen

@@ -62,7 +62,7 @@ def test_a_killed_front_end_takes_its_engine_with_it_and_ctrl_c_reaches_the_fron
             parent.stdout.close()
             parent.wait()
         assert vllm_host.wait_until(lambda: all(vllm_host.is_gone(pid) for pid in pids))
-    # Named memory between several workers, which vLLM makes and nobody is left to remove; a single worker has none.
+    # Named memory between several workers, which vLLM makes and no one is left to remove; a single worker has none.
     for segment in segments:
         pathlib.Path("/dev/shm", segment).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Our reading of thoughts against vLLM's reasoning parsers, which nobody here wrote; no engine is started."""
+"""Our reading of thoughts against vLLM's reasoning parsers, which no one here wrote; no engine is started."""
 
 import pytest
 from hypothesis import given, settings

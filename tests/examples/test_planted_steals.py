@@ -78,7 +78,7 @@ def test_no_steal_is_rewarded_for_a_planted_bug():
 
     # Judged as the environment does it, without its tools, which change the files.
     suite = suites.Suite({}, seconds=3.0, calls=calls.read(task.payload["calls"], "calls"))
-    snapshot = snapshots.Snapshot.of_texts(task.payload["files"])
+    snapshot = snapshots.RepositorySnapshot.of_texts(task.payload["files"])
 
     async def work(tools):
         paid = []

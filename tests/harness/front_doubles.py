@@ -90,7 +90,7 @@ class Scripted:
       delivered: number of outputs that were delivered.
       closed: number of replies that were closed before.
       gate: outputs stop after their first piece until it is set.
-      error: raised in place of the second piece.
+      error: raised instead of the second piece.
       told: what the API refused.
       running: replies under way, the largest number at once being `most`.
     """

@@ -49,9 +49,11 @@ def make(
     **engines: Any,
 ) -> run_module.Coordinator:
     """Returns a coordinator over doubles whose environment is a harness with these arguments."""
-    context = parts.RunContext(config, cluster, record, workdir)
+    context = parts.CoordinatorContext(config, cluster, record, workdir)
     tokenizer, tasks = tokenizers.CharacterTokenizer(), doubles.Tasks()
-    host = harness_loop.Host(fronts.Fronts(context, "policy"), lambda: chat_format.CharacterFormat(tokenizer))
+    host = harness_loop.SessionResources(
+        fronts.Fronts(context, "policy"), lambda: chat_format.CharacterFormat(tokenizer)
+    )
     specs = parts.WorkerSpecs(
         protocols.ActorSpec(
             "trainer", "coordinator_doubles:make_trainer", {"seconds": 0.02, "log": str(workdir / "trainer.json")}

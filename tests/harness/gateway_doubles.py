@@ -119,7 +119,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serves one session, or two; yields the URL."""
     known = {SECRET: conversation} | ({OTHER: other} if other else {})
-    gateway = server.Server(Scripts(**known), config_lib.GatewayConfig(**limits))
+    gateway = server.GatewayServer(Scripts(**known), config_lib.GatewayConfig(**limits))
     url = await gateway.start()
     try:
         yield url

@@ -53,7 +53,7 @@ ADDS: Script = ("Let me add.\n" + call("add", a=17, b=25), lambda context: f"The
 
 
 def then(name: str, **arguments: object) -> Script:
-    """Adds, and then calls a tool with the sum in place of None."""
+    """Adds, and then calls a tool with the sum instead of None."""
     return (
         ADDS[0],
         lambda context: call(
@@ -241,9 +241,9 @@ def play(client: Client, tmp_path) -> tuple[protocols.Trajectory, Policy]:
 
     async def main() -> None:
         gateway = harness_gateway.Gateway()
-        serving = server.Server(gateway, config_lib.GatewayConfig())
+        serving = server.GatewayServer(gateway, config_lib.GatewayConfig())
         gateway._url = await serving.start()
-        host = harness_loop.Host(gateway, lambda: form)
+        host = harness_loop.SessionResources(gateway, lambda: form)
         try:
             await harness_loop.run_harness(
                 loop.RolloutSetup(trajectory=trajectory, task=task, tokenizer=tokenizer, sampler=policy, limits=LIMITS),

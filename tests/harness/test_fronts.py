@@ -52,7 +52,7 @@ def test_an_answer_streams_through_and_is_delivered_when_the_client_has_it():
         (one,) = front_doubles.made
         assert endpoint.url == "http://127.0.0.1:4321/v1"
         assert one.admitted == {front.digest(endpoint.secret)}
-        one.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        one.tell(front.OutputRequested(0, front.digest(endpoint.secret), REQUEST))
         await until(lambda: len(one.answers.get(0, ())) == 3)
         assert [type(item) for item in one.answers[0]] == [
             protocols.ContentDelta,
@@ -75,7 +75,7 @@ def test_a_client_that_goes_away_closes_its_reply_undelivered(complete):
         (one,) = front_doubles.made
         if not complete:
             session.gate.clear()
-        one.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        one.tell(front.OutputRequested(0, front.digest(endpoint.secret), REQUEST))
         await until(lambda: len(one.answers.get(0, ())) == (3 if complete else 1))
         one.tell(front.Gone(0))
         await until(lambda: session.closed == 1)
@@ -90,19 +90,19 @@ def test_a_request_that_is_asked_again_waits_for_the_end_of_the_first():
         endpoint = await gateway.open(session)
         (one,) = front_doubles.made
         session.gate.clear()
-        one.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        one.tell(front.OutputRequested(0, front.digest(endpoint.secret), REQUEST))
         await until(lambda: 0 in one.answers)
         one.tell(front.Gone(0))
-        one.tell(front.Asked(1, front.digest(endpoint.secret), REQUEST))
+        one.tell(front.OutputRequested(1, front.digest(endpoint.secret), REQUEST))
         await until(lambda: 1 in one.answers)
         assert (session.most, session.closed) == (1, 1)
         # Requests that were left before they were served do not wait for each other.
         for number in (2, 3):
-            one.tell(front.Asked(number, front.digest(endpoint.secret), REQUEST))
+            one.tell(front.OutputRequested(number, front.digest(endpoint.secret), REQUEST))
         for number in (1, 2, 3):
             one.tell(front.Gone(number))
         session.gate.set()
-        one.tell(front.Asked(4, front.digest(endpoint.secret), REQUEST))
+        one.tell(front.OutputRequested(4, front.digest(endpoint.secret), REQUEST))
         await until(lambda: len(one.answers.get(4, ())) == 3)
         assert session.most == 1
 
@@ -116,7 +116,7 @@ def test_a_front_that_dies_comes_back_at_its_port_with_its_sessions():
         endpoint = await gateway.open(session, reachable=reachable.append)
         (first,) = front_doubles.made
         session.gate.clear()
-        first.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        first.tell(front.OutputRequested(0, front.digest(endpoint.secret), REQUEST))
         await until(lambda: 0 in first.answers)
         first.die()
         await until(lambda: len(front_doubles.made) == 2 and bool(front_doubles.made[1].admitted))
@@ -127,7 +127,7 @@ def test_a_front_that_dies_comes_back_at_its_port_with_its_sessions():
         await until(lambda: reachable == [False, True])
         session.gate.set()
         # The same numbers come again, and the answers to them are the new front's own.
-        second.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        second.tell(front.OutputRequested(0, front.digest(endpoint.secret), REQUEST))
         await until(lambda: len(second.answers.get(0, ())) == 3)
         second.tell(front.Delivered(0))
         await until(lambda: session.delivered == 1)
@@ -164,7 +164,7 @@ def test_a_session_whose_opening_is_cancelled_leaves_nothing():
         opening.cancel()
         await asyncio.wait({opening})
         one.resume()
-        one.tell(front.Asked(0, front.digest("key"), REQUEST))
+        one.tell(front.OutputRequested(0, front.digest("key"), REQUEST))
         await until(lambda: 0 in one.answers)
         assert isinstance(one.answers[0][0], front.Refusal)
 
@@ -190,7 +190,7 @@ def test_refusals_and_failures_reach_the_client_as_what_they_are():
         (one,) = front_doubles.made
         for number, error in enumerate((protocols.Refused("limit", "enough", "n"), protocols.WorkerLost("no engine"))):
             session.error = error
-            one.tell(front.Asked(number, front.digest(endpoint.secret), REQUEST))
+            one.tell(front.OutputRequested(number, front.digest(endpoint.secret), REQUEST))
             await until(lambda number=number: len(one.answers.get(number, ())) == 2)
         assert one.answers[0][1] == front.Refusal("limit", "enough", "n")
         assert isinstance(one.answers[1][1], front.Failure)
@@ -218,11 +218,11 @@ def test_a_closed_session_is_dismissed_and_its_requests_end():
         endpoint = await gateway.open(session)
         (one,) = front_doubles.made
         session.gate.clear()
-        one.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        one.tell(front.OutputRequested(0, front.digest(endpoint.secret), REQUEST))
         await until(lambda: 0 in one.answers)
         await gateway.close(endpoint)
         assert (session.closed, one.admitted) == (1, set())
-        one.tell(front.Asked(1, front.digest(endpoint.secret), REQUEST))
+        one.tell(front.OutputRequested(1, front.digest(endpoint.secret), REQUEST))
         await until(lambda: 1 in one.answers)
         assert isinstance(one.answers[1][0], front.Refusal)
         assert one.answers[1][0].kind == "closed"

@@ -213,7 +213,7 @@ async def test_one_connection_serves_many_requests():
 async def test_sessions_are_served_at_once_and_apart():
     """100 sessions ask at once, and each hears what was asked in its own."""
     sessions = {f"secret-{number}": doubles.Scripted([0.05, *doubles.said(f"for {number}")]) for number in range(100)}
-    gateway = server.Server(doubles.Scripts(**sessions), config_lib.GatewayConfig())
+    gateway = server.GatewayServer(doubles.Scripts(**sessions), config_lib.GatewayConfig())
     url = await gateway.start()
     try:
         limits = httpx.Limits(max_connections=100)
@@ -311,7 +311,7 @@ async def test_stop_ends_requests_threads_and_connections(monkeypatch):
 async def test_an_ended_session_leaves_nothing_behind():
     sessions = doubles.Scripts(**{SECRET: doubles.Scripted()})
     ended = weakref.ref(sessions.find(SECRET))
-    gateway = server.Server(sessions, config_lib.GatewayConfig())
+    gateway = server.GatewayServer(sessions, config_lib.GatewayConfig())
     url = await gateway.start()
     try:
         async with doubles.plain_client(url) as client:

@@ -17,8 +17,8 @@ from libra_jax.harness.gateway import app, openai_chat, openai_responses
 
 NAMES = {
     "chat/completions": openai_chat.Completion,
-    "responses": openai_responses.Create,
-    "messages": anthropic_api.Create,
+    "responses": openai_responses.ResponsesBody,
+    "messages": anthropic_api.MessagesBody,
 }
 RIGHT = {
     "chat/completions": {

@@ -58,7 +58,7 @@ async def native(task, write, limits, **arguments):
 def seen(trajectory):
     """What is trained and scheduled by: everything but times.
 
-    At a limit the native loop still runs the last tool, whose return nobody reads. A session never hears of that one.
+    At a limit the native loop still runs the last tool, whose return no one reads. A session never hears of that one.
     """
     turns = [dataclasses.replace(turn, tool_seconds=0.0, start_seconds=0.0) for turn in trajectory.turns]
     if trajectory.finish == "max_turns":

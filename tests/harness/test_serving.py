@@ -26,13 +26,15 @@ def serve(workdir, test) -> None:
     async def main() -> None:
         config = doubles.make_config(evaluation={"temperature": 0.5})
         cluster = inprocess.InProcessCluster(shutdown_seconds=5.0)
-        context = parts.RunContext(config, cluster, memory.MemoryRecorder(), workdir)
+        context = parts.CoordinatorContext(config, cluster, memory.MemoryRecorder(), workdir)
         tokenizer = tokenizers.CharacterTokenizer()
         agent = rollouts.Agent(
             tasks=doubles.Tasks(),
             make_environment=doubles.TwoTurns,
             tokenizer=tokenizer,
-            host=harness_loop.Host(fronts.Fronts(context, "policy"), lambda: chat_format.CharacterFormat(tokenizer)),
+            host=harness_loop.SessionResources(
+                fronts.Fronts(context, "policy"), lambda: chat_format.CharacterFormat(tokenizer)
+            ),
         )
         specs = parts.WorkerSpecs(
             protocols.ActorSpec("trainer", "coordinator_doubles:make_trainer", {}), doubles.engine_specs(config)

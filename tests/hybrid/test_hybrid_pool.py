@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.hybrid import pool
-from libra_jax.hybrid.pool import State
+from libra_jax.hybrid.pool import WorkerState
 
 NAMES = ("engine-1", "engine-2", "engine-3")
 LIMITS = {state: 10.0 * place for place, state in enumerate(pool.UNDER_WAY, start=1)}
@@ -37,18 +37,18 @@ POSSIBLE = {
 """The rules, written down a second time and by hand; which states a worker may be asked what in."""
 
 
-def make(names: tuple[str, ...] = NAMES, restarts: int = RESTARTS) -> pool.Pool:
-    return pool.Pool(names, LIMITS, restarts)
+def make(names: tuple[str, ...] = NAMES, restarts: int = RESTARTS) -> pool.HybridPool:
+    return pool.HybridPool(names, LIMITS, restarts)
 
 
-def brought_to(state: State, made: pool.Pool, name: str = NAMES[0]) -> pool.Worker:
+def brought_to(state: WorkerState, made: pool.HybridPool, name: str = NAMES[0]) -> pool.HybridWorker:
     """The worker, led from rollout to a state by the shortest way."""
-    if state is State.FAILED:
+    if state is WorkerState.FAILED:
         made.fail(made.worker(name).ticket, "broke", 0.0)
         return made.worker(name)
-    if state in (*pool.TO_TRAINING, State.TRAINING):
+    if state in (*pool.TO_TRAINING, WorkerState.TRAINING):
         made.switch_to_training(name, "training is slow", 0.0)
-    elif state is not State.ROLLOUT:
+    elif state is not WorkerState.ROLLOUT:
         made.switch_to_training(name, "training is slow", 0.0)
         made.switch_to_rollout(name, "changed its mind", 0.0)
     while made.worker(name).state is not state:
@@ -56,7 +56,7 @@ def brought_to(state: State, made: pool.Pool, name: str = NAMES[0]) -> pool.Work
     return made.worker(name)
 
 
-def every_ask(made: pool.Pool, name: str, now: float):
+def every_ask(made: pool.HybridPool, name: str, now: float):
     """All that can be said of a worker with its present ticket."""
     ticket = made.worker(name).ticket
     return {
@@ -69,13 +69,13 @@ def every_ask(made: pool.Pool, name: str, now: float):
 
 
 def test_the_table_has_every_transition_and_no_other():
-    assert {(before.value, after.value) for before in State for after in pool.LEGAL[before]} == TRANSITIONS
-    assert set(pool.UNDER_WAY) | pool.AT_REST == set(State)
+    assert {(before.value, after.value) for before in WorkerState for after in pool.LEGAL[before]} == TRANSITIONS
+    assert set(pool.UNDER_WAY) | pool.AT_REST == set(WorkerState)
     assert not set(pool.UNDER_WAY) & pool.AT_REST
 
 
 @pytest.mark.parametrize("ask", POSSIBLE)
-@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("state", WorkerState)
 def test_what_is_asked_in_a_state_is_a_transition_of_the_table_or_refused(state, ask):
     made = make()
     before, generation = brought_to(state, made), made.generation
@@ -103,8 +103,8 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         self.generations = [self.pool.generation]
         self.drawn: set[int] = set()
 
-    def entered(self, worker: pool.Worker, state: str) -> None:
-        """The worker has gone to this state; nobody else has moved."""
+    def entered(self, worker: pool.HybridWorker, state: str) -> None:
+        """The worker has gone to this state; no one else has moved."""
         before, self.state[worker.name] = self.state[worker.name], state
         assert (before, state) in TRANSITIONS
         assert worker.ticket not in self.tickets[worker.name]
@@ -190,7 +190,7 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         assert set(self.pool.training()) == training
         assert set(self.pool.training().values()) <= self.drawn
         for worker in self.pool.workers:
-            assert worker.lost == (worker.state is State.FAILED and self.restarts[worker.name] == RESTARTS)
+            assert worker.lost == (worker.state is WorkerState.FAILED and self.restarts[worker.name] == RESTARTS)
             assert len(worker.phases) <= len(pool.UNDER_WAY)
             assert worker.limit == LIMITS.get(worker.state, float("inf"))
 
@@ -207,7 +207,7 @@ class PoolMachine(stateful.RuleBasedStateMachine):
             self.enforce_deadlines()
             assert all(worker.at_rest for worker in self.pool.workers)
             for worker in self.pool.workers:
-                if worker.state is State.FAILED and not worker.lost:
+                if worker.state is WorkerState.FAILED and not worker.lost:
                     self.recover(worker.name)
         assert all(worker.at_rest for worker in self.pool.workers)
 
@@ -244,7 +244,7 @@ def test_a_worker_goes_round_and_leaves_a_record_of_each_way():
 
 def test_a_switch_given_up_or_broken_says_why_in_its_record():
     made = make()
-    brought_to(State.WARMING, made)
+    brought_to(WorkerState.WARMING, made)
     made.switch_to_rollout(NAMES[0], "rollout is slow now", 1.0)
     made.fail(made.worker(NAMES[0]).ticket, "the replica was killed", 2.0)
     record = made.worker(NAMES[0]).record()
@@ -255,7 +255,7 @@ def test_a_switch_given_up_or_broken_says_why_in_its_record():
 
 def test_two_workers_that_join_at_once_have_epochs_of_their_own_from_joining_to_leaving():
     made = make()
-    drawn = [brought_to(State.JOINING, made, name).generation for name in NAMES[:2]]
+    drawn = [brought_to(WorkerState.JOINING, made, name).generation for name in NAMES[:2]]
     assert len(set(drawn)) == 2
     for name in reversed(NAMES[:2]):
         made.advance(made.worker(name).ticket, 0.0)
@@ -264,7 +264,7 @@ def test_two_workers_that_join_at_once_have_epochs_of_their_own_from_joining_to_
 
 def test_a_worker_is_brought_back_so_often_and_then_lost():
     made = make(restarts=1)
-    brought_to(State.FAILED, made)
+    brought_to(WorkerState.FAILED, made)
     worker = made.recover(NAMES[0], 1.0)
     assert worker.reason == "restart 1 of 1"
     assert made.fail(worker.ticket, "no device", 2.0).lost
@@ -274,27 +274,27 @@ def test_a_worker_is_brought_back_so_often_and_then_lost():
 
 def test_after_a_restart_of_the_run_all_are_in_rollout_and_no_epoch_comes_again():
     made = make()
-    brought_to(State.TRAINING, made)
-    brought_to(State.FAILED, made, NAMES[1])
+    brought_to(WorkerState.TRAINING, made)
+    brought_to(WorkerState.FAILED, made, NAMES[1])
     again = make()
     again.restore({"generation": made.generation})
-    assert {worker.state for worker in again.workers} == {State.ROLLOUT}
+    assert {worker.state for worker in again.workers} == {WorkerState.ROLLOUT}
     assert again.generation > made.generation
-    assert brought_to(State.TRAINING, again).generation > made.generation
+    assert brought_to(WorkerState.TRAINING, again).generation > made.generation
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         ((("a", "a"), LIMITS, 1), "names of their own, not a, a"),
-        ((("a",), {**LIMITS, State.TRAINING: 1.0}, 1), "see to training"),
-        ((("a",), {State.DRAINING: 1.0}, 1), "see to activating, fetching, joining, leaving, warming"),
-        ((("a",), {**LIMITS, State.LEAVING: 0.0}, 1), "deadline of leaving must be positive"),
+        ((("a",), {**LIMITS, WorkerState.TRAINING: 1.0}, 1), "see to training"),
+        ((("a",), {WorkerState.DRAINING: 1.0}, 1), "see to activating, fetching, joining, leaving, warming"),
+        ((("a",), {**LIMITS, WorkerState.LEAVING: 0.0}, 1), "deadline of leaving must be positive"),
     ],
 )
 def test_a_pool_that_cannot_be_is_refused(arguments, problem):
     with pytest.raises(protocols.LibraError, match=problem):
-        pool.Pool(*arguments)
+        pool.HybridPool(*arguments)
 
 
 def test_nonsense_is_refused_with_a_sentence():

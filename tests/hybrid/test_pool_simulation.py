@@ -16,10 +16,10 @@ import seeds
 
 from libra_jax import protocols
 from libra_jax.hybrid import pool
-from libra_jax.hybrid.pool import State
+from libra_jax.hybrid.pool import WorkerState
 
 QUIET = 300.0
-"""Virtual seconds after which nobody is asked for anything any more."""
+"""Virtual seconds after which no one is asked for anything any more."""
 
 WATCH = 1.0
 """Virtual seconds between two looks at who is overdue."""
@@ -37,12 +37,12 @@ class Simulation:
         self.rng = rng = random.Random(seed)
         self.limits = {state: rng.uniform(2.0, 20.0) for state in pool.UNDER_WAY}
         names = [f"engine-{number}" for number in range(rng.randint(1, 4))]
-        self.pool = pool.Pool(names, self.limits, rng.choice((0, 3, 1_000)))
+        self.pool = pool.HybridPool(names, self.limits, rng.choice((0, 3, 1_000)))
         self.faults = {name: rng.choice((0.0, 0.05, 0.2)) for name in ("dies", "hangs", "late", "twice")}
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        self.seen: Counter[tuple[str, State]] = Counter()
+        self.seen: Counter[tuple[str, WorkerState]] = Counter()
         self.generation = self.pool.generation
         self.members: dict[str, int] = {}
         self.lives: set[int] = set()
@@ -59,7 +59,7 @@ class Simulation:
             event()
             self.check(before)
 
-    def work(self, worker: pool.Worker | None) -> None:
+    def work(self, worker: pool.HybridWorker | None) -> None:
         """Begins what the worker's state asks for; it ends well, or meets a fault."""
         if worker is None or worker.at_rest:
             return
@@ -81,7 +81,7 @@ class Simulation:
         worker = self.rng.choice(self.pool.workers)
         ask = self.rng.choice((self.pool.switch_to_training, self.pool.switch_to_rollout))
         try:
-            if worker.state in (State.ROLLOUT, State.TRAINING) and self.rng.random() < 0.05:
+            if worker.state in (WorkerState.ROLLOUT, WorkerState.TRAINING) and self.rng.random() < 0.05:
                 self.seen["dies", worker.state] += 1
                 self.pool.fail(worker.ticket, "died at rest", self.now)
             else:
@@ -97,19 +97,21 @@ class Simulation:
             if self.now > worker.since + worker.limit:
                 self.pool.fail(worker.ticket, "overdue", self.now)
         for worker in self.pool.workers:
-            if worker.state is State.FAILED and not worker.lost and self.rng.random() < 0.5:
+            if worker.state is WorkerState.FAILED and not worker.lost and self.rng.random() < 0.5:
                 self.work(self.pool.recover(worker.name, self.now))
         if self.now < QUIET or any(not worker.at_rest for worker in self.pool.workers):
             self.after(WATCH, self.watch)
 
-    def check(self, before: dict[str, pool.Worker]) -> None:
+    def check(self, before: dict[str, pool.HybridWorker]) -> None:
         """Nothing illegal happened; whoever is on the way has not been for longer than its states' deadlines allow."""
         for worker in self.pool.workers:
             old = before[worker.name]
             if worker.serial == old.serial + 1:
                 assert worker.state in pool.LEGAL[old.state]
             assert worker.at_rest or self.now - worker.began <= self.bound(), f"{worker} is stuck at {self.now}"
-        members = {worker.name: worker.generation for worker in self.pool.workers if worker.state is State.TRAINING}
+        members = {
+            worker.name: worker.generation for worker in self.pool.workers if worker.state is WorkerState.TRAINING
+        }
         assert self.pool.training() == members
         assert (
             self.pool.generation > self.generation
@@ -143,10 +145,10 @@ def test_no_transition_is_ever_stuck(batch):
 
 
 def test_the_simulations_reach_every_state_with_every_fault():
-    seen: Counter[tuple[str, State]] = Counter()
+    seen: Counter[tuple[str, WorkerState]] = Counter()
     for seed in range(200):
         seen += simulate(seed).seen
     for state in pool.UNDER_WAY:
         assert all(seen[fault, state] >= 5 for fault in ("", "dies", "hangs", "late", "twice")), (state, seen)
-    assert all(seen["switch_to_rollout", state] >= 5 for state in (*pool.TO_TRAINING, State.TRAINING)), seen
-    assert min(seen["dies", State.ROLLOUT], seen["dies", State.TRAINING]) >= 5, seen
+    assert all(seen["switch_to_rollout", state] >= 5 for state in (*pool.TO_TRAINING, WorkerState.TRAINING)), seen
+    assert min(seen["dies", WorkerState.ROLLOUT], seen["dies", WorkerState.TRAINING]) >= 5, seen

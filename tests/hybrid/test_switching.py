@@ -18,7 +18,7 @@ RULES = config_lib.ElasticConfig(gain=0.05, patience=2, cooldown=4, floor=1)
 
 @dataclass
 class World:
-    """True times: `train` seconds by the core alone, `rollout` seconds on one slot, `beside` that nobody shortens."""
+    """True times: `train` seconds by the core alone, `rollout` seconds on one slot, `beside` that no one shortens."""
 
     train: float = 20.0
     rollout: float = 40.0
@@ -72,7 +72,7 @@ class World:
         )
         return dataclasses.replace(seen, **more)
 
-    def follow(self, decision: switching.Decision) -> bool:
+    def follow(self, decision: switching.SwitchDecision) -> bool:
         """Does what was decided; whether that was anything."""
         if decision.kind == "stay":
             assert decision.workers == ()
@@ -102,7 +102,7 @@ def test_a_run_that_waits_for_training_switches_and_says_why():
     first, second = made.look(world.sight(1)), made.look(world.sight(2))
     assert first.kind == "stay"
     assert first.why.endswith("so say 1 looks in a row, of elastic.patience = 2")
-    assert second == switching.Decision(
+    assert second == switching.SwitchDecision(
         2,
         "to_training",
         ("engine-0",),

@@ -41,7 +41,7 @@ def plan(data: int, instances: int) -> protocols.Plan:
 
 
 class Mover:
-    """In place of the planner: of the core's three devices two train, and then one again."""
+    """Instead of the planner: of the core's three devices two train, and then one again."""
 
     def __init__(self) -> None:
         self.plan = plan(1, 2)
@@ -50,7 +50,7 @@ class Mover:
         self._quiet = 0
 
     def after(
-        self, step: int, measured: planner.Measured, trained: Sequence[Any], *, may_move: bool = True
+        self, step: int, measured: planner.ObservedStep, trained: Sequence[Any], *, may_move: bool = True
     ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
         self._quiet = self._quiet + 1 if may_move else 0
         if self._quiet < QUIET_STEPS:

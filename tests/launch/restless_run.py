@@ -23,7 +23,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import preflight, wiring, workdirs
 from libra_jax.hybrid import pool, switching, transitions
-from libra_jax.hybrid.pool import State
+from libra_jax.hybrid.pool import WorkerState
 from libra_jax.tools import toolkit
 
 GROUPS, ATTEMPTS = 4, 2
@@ -56,7 +56,7 @@ def config(steps: int) -> config_lib.RunConfig:
 
 
 class Restless:
-    """In place of `switching.Switching`: a worker that was on one side for three steps is told to change sides.
+    """Instead of `switching.Switching`: a worker that was on one side for three steps is told to change sides.
 
     The steps are counted from the end of the switch. Counted from the start of the run, they could all pass in
     switches on a machine where a switch takes three steps: the worker would return before its first share.
@@ -65,15 +65,15 @@ class Restless:
     def __init__(self, *_: Any, **__: Any) -> None:
         self._side, self._steps = (False,), 0
 
-    def look(self, sight: switching.Sight) -> switching.Decision:
+    def look(self, sight: switching.Sight) -> switching.SwitchDecision:
         side = tuple(worker.trains for worker in sight.workers)
         self._steps = self._steps + 1 if side == self._side else 1
         self._side = side
         if not sight.workers or self._steps < 3:
-            return switching.Decision(sight.step, "stay", (), "", 1.0, 1.0)
+            return switching.SwitchDecision(sight.step, "stay", (), "", 1.0, 1.0)
         (worker,) = sight.workers
         kind: switching.Kind = "to_rollout" if worker.trains else "to_training"
-        return switching.Decision(sight.step, kind, (worker.name,), "it is restless", 1.0, 1.0)
+        return switching.SwitchDecision(sight.step, kind, (worker.name,), "it is restless", 1.0, 1.0)
 
 
 class Killer:
@@ -82,7 +82,7 @@ class Killer:
     def __init__(self, plan: list[str]) -> None:
         self.plan = [tuple(item.split(":")) for item in plan]
 
-    def came_into(self, workers: transitions.Transitions, worker: pool.Worker) -> None:
+    def came_into(self, workers: transitions.Transitions, worker: pool.HybridWorker) -> None:
         if not self.plan or worker.state != self.plan[0][0]:
             return
         state, victim = self.plan[0]
@@ -106,13 +106,13 @@ def main() -> None:
     switching.Switching = Restless  # type: ignore[misc, assignment]
     in_state, rested = transitions.Transitions._work, transitions.Transitions._rested
 
-    def watched(self: transitions.Transitions, worker: pool.Worker) -> Any:
+    def watched(self: transitions.Transitions, worker: pool.HybridWorker) -> Any:
         killer.came_into(self, worker)
         return in_state(self, worker)
 
-    def at_rest(self: transitions.Transitions, worker: pool.Worker, outcome: str, why: str) -> None:
+    def at_rest(self: transitions.Transitions, worker: pool.HybridWorker, outcome: str, why: str) -> None:
         rested(self, worker, outcome, why)
-        if worker.state is State.TRAINING:
+        if worker.state is WorkerState.TRAINING:
             killer.came_into(self, worker)
 
     transitions.Transitions._work = watched  # type: ignore[method-assign]

@@ -57,7 +57,7 @@ def test_settings_that_fit_are_compiled_before_they_are_named():
         trainer = config.trainer
         return 160e9 / (trainer.fsdp * trainer.tensor) + (40e9 if config.model.remat == "dots" else 10e9)
 
-    told: list[tuple[fitting.Setting, float]] = []
+    told: list[tuple[fitting.FittedSetting, float]] = []
     found = fitting.search(run(fsdp=2), shape, 120e9, 70e9, measure, lambda *one: told.append(one))
     assert len(told) == len(measured), "each is told as soon as it is compiled"
     assert [one for one in told if one[1] <= 70e9] == found

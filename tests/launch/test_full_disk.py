@@ -26,7 +26,7 @@ def may_mount() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.drill
-@pytest.mark.skipif(not may_mount(), reason="this machine lets nobody mount a small disk (unshare --mount)")
+@pytest.mark.skipif(not may_mount(), reason="this machine lets no one mount a small disk (unshare --mount)")
 @pytest.mark.parametrize("left_free", [0, 400_000], ids=["no_byte", "too_few_for_the_trainers_part"])
 def test_a_full_disk_costs_checkpoints_and_only_the_last_one_ends_the_run(tmp_path, left_free):
     paths = [str(scripts.ROOT), str(HERE), str(HERE.parent / "common"), os.environ.get("PYTHONPATH", "")]

@@ -18,7 +18,7 @@ PHONE = 360
 """CSS pixels of a phone's width."""
 
 MESH = meshes.Mesh(1, 4, 1, 20.0, 1e9)
-BEST = search.Split(MESH, (protocols.PlannedBucket(1, 4, 100),), 30.0, 30.0)
+BEST = search.DeviceSplit(MESH, (protocols.PlannedBucket(1, 4, 100),), 30.0, 30.0)
 
 
 @pytest.fixture
@@ -69,9 +69,11 @@ def test_a_comparison_of_policies_covers_nothing(shown, tmp_path, policies, seed
 def test_a_plan_is_drawn_where_it_is_the_only_split(shown, tmp_path, others):
     config = config_lib.to_dict(simulate.get_config("search"))
     config["steps"] = 1
-    asked = planned.PlanRequest(hardware="h100", model="Qwen3-8B", accelerators=16, lengths=scripts.Wanted(2000.0))
+    asked = planned.PlanRequest(
+        hardware="h100", model="Qwen3-8B", accelerators=16, lengths=scripts.RequestedLengths(2000.0)
+    )
     wider = [meshes.Mesh(2 + each, 4, 1, 9.0 - each, 1e9) for each in range(others)]
-    splits = [BEST, *(search.Split(mesh, BEST.rollout, 40.0, 40.0) for mesh in wider)]
+    splits = [BEST, *(search.DeviceSplit(mesh, BEST.rollout, 40.0, 40.0) for mesh in wider)]
     planned.draw(tmp_path / "a.svg", BEST, splits, planned.case(config, asked))
     check_legible(shown[0])
     title = " ".join(shown[0]._suptitle.get_text().split())

@@ -26,7 +26,9 @@ def values(**changes):
 
 
 def test_flags_name_machine_model_and_lengths_of_a_simulated_run():
-    asked = planned.PlanRequest(hardware="h100", model="Qwen3-8B", accelerators=16, lengths=scripts.Wanted(PAIR))
+    asked = planned.PlanRequest(
+        hardware="h100", model="Qwen3-8B", accelerators=16, lengths=scripts.RequestedLengths(PAIR)
+    )
     case = planned.case(values(), asked)
     assert (case.name, case.model.sheet.name, case.devices) == ("Qwen3-8B", "h100", 16)
     assert case.lengths.generated_mean == pytest.approx(4000, rel=0.01)
@@ -116,13 +118,15 @@ def real(**trainer):
 
 
 def test_rollouts_end_where_the_context_of_the_run_is_full():
-    asked = planned.PlanRequest(hardware="h200", accelerators=16, workload="search", lengths=scripts.Wanted(6_000.0))
+    asked = planned.PlanRequest(
+        hardware="h200", accelerators=16, workload="search", lengths=scripts.RequestedLengths(6_000.0)
+    )
     case = planned.case(real(), asked)
     assert 0.05 < case.work.cut < 0.5
     longest = max(script.context_tokens for script in case.work.scripts)
     assert longest == 16_384, "as a run's longest context"
     case.searched()
-    short = dataclasses.replace(asked, lengths=scripts.Wanted(500.0))
+    short = dataclasses.replace(asked, lengths=scripts.RequestedLengths(500.0))
     assert planned.case(real(), short).work.cut == 0.0
 
 
@@ -150,7 +154,7 @@ def test_a_plan_of_whole_hosts_is_laid_out_on_as_many(per_host, accelerators):
     config = real()
     config["cluster"].update(accelerators_per_host=per_host)  # without cluster.backend=ray, which launchers set
     asked = planned.PlanRequest(
-        hardware="h200", accelerators=accelerators, workload="search", lengths=scripts.Wanted(3_000.0)
+        hardware="h200", accelerators=accelerators, workload="search", lengths=scripts.RequestedLengths(3_000.0)
     )
     plan = planned.case(config, asked).searched().best(accelerators).plan
     config["cluster"].update(backend="ray")
@@ -175,12 +179,14 @@ def test_a_config_for_gpus_is_not_planned_for_this_cpu():
 def test_flags_name_machine_model_and_lengths_of_a_real_run():
     config = config_lib.to_dict(config_lib.RunConfig())
     config["rollout"]["max_context"] = config["trainer"]["row_tokens"] = 65_536
-    asked = planned.PlanRequest(hardware="h200", model="Qwen3-4B", accelerators=8, lengths=scripts.Wanted(PAIR))
+    asked = planned.PlanRequest(
+        hardware="h200", model="Qwen3-4B", accelerators=8, lengths=scripts.RequestedLengths(PAIR)
+    )
     case = planned.case(config, asked)
     assert (case.name, case.model.sheet.name) == ("Qwen3-4B", "h200")
     assert "1 turn" in str(case.lengths)
     with pytest.raises(protocols.ConfigError, match="--generated_tokens: a mean alone scales"):
-        planned.case(config, planned.PlanRequest(lengths=scripts.Wanted(4000.0)))
+        planned.case(config, planned.PlanRequest(lengths=scripts.RequestedLengths(4000.0)))
     with pytest.raises(protocols.ConfigError, match="--trace: the config of a real run has no workload"):
         planned.case(config, planned.PlanRequest())
 
@@ -191,7 +197,7 @@ def test_flags_name_machine_model_and_lengths_of_a_real_run():
         ({"accelerators": 1}, "--accelerators: 1 cannot both train and roll out"),
         ({"accelerators": 10**12}, "--accelerators: 1,000,000,000,000 are more .* at most 1,000,000"),
         ({"trace": "a", "workload": "swe"}, "--workload: --trace says what rollouts are like"),
-        ({"trace": "a", "lengths": scripts.Wanted(turns=3)}, "--trace: has lengths of its own"),
+        ({"trace": "a", "lengths": scripts.RequestedLengths(turns=3)}, "--trace: has lengths of its own"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(arguments, message):
@@ -258,4 +264,4 @@ def test_a_step_of_more_trajectories_than_any_has_is_refused_at_once():
     huge = values()
     huge["coordinator"]["group_size"] = 10**12
     with pytest.raises(protocols.ConfigError, match=r"config\.coordinator\.group_size: .* at most 1,000,000"):
-        planned.case(huge, planned.PlanRequest(lengths=scripts.Wanted(PAIR)))
+        planned.case(huge, planned.PlanRequest(lengths=scripts.RequestedLengths(PAIR)))

@@ -39,7 +39,7 @@ def test_rivals_of_30b_use_48_accelerators_and_fit(name, workload):
     config = ablation.get_config(f"{name}-{workload}-30b")
     model, mesh = config.simulation.cost_model(config.model.lora), config.simulation.train_mesh
     assert model.shape.num_experts == 128
-    meshes.check_fits(model, meshes.Trainer.from_config(config, model.sheet), mesh, "simulation.train_mesh")
+    meshes.check_fits(model, meshes.TrainerProperties.from_config(config, model.sheet), mesh, "simulation.train_mesh")
     rollout = sum(config.rollout.tensor_parallel)
     assert max(math.prod(mesh), rollout) == 48 if name == "colocated" else math.prod(mesh) + rollout == 48
     for degree in config.rollout.tensor_parallel:

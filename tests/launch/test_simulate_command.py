@@ -163,7 +163,7 @@ def test_workers_end_with_the_command_however_it_is_ended(number, code):
         assert process.returncode == code
         assert "Traceback" not in stderr
         _, alive = psutil.wait_procs(workers, timeout=30)
-        assert all(worker.status() == psutil.STATUS_ZOMBIE for worker in alive)  # nobody may reap them here
+        assert all(worker.status() == psutil.STATUS_ZOMBIE for worker in alive)  # no one may reap them here
     finally:
         for one in (process, *workers):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -191,7 +191,7 @@ NODES = "gpu*|4|gpu:8|64|500000+\nsmall|2|gpu:4|16|90000\nsmall|4|gpu:2|8+|30000
         ({}, False, ["--cpus-per-task=13", "--mem=40960M"]),
         ({}, True, ["--cpus-per-task=13", "--mem=40960M"]),
         ({"partition": "small"}, True, ["--cpus-per-task=8", "--mem=30000M"]),
-        ({"partition": "bare"}, True, ["--cpus-per-task=4"]),  # nobody has configured its memory
+        ({"partition": "bare"}, True, ["--cpus-per-task=4"]),  # no one has configured its memory
         ({"cpus_per_host": 20, "memory": "9G"}, True, ["--cpus-per-task=20", "--mem=9G"]),
         ({"exclusive": True}, True, ["--mem=0"]),
         ({"sbatch": ("--mem-per-cpu=2G", "-c 3")}, True, []),

@@ -379,13 +379,13 @@ def test_a_kernel_of_another_platform_is_refused_with_a_sentence():
 
 def test_a_device_names_its_platform_and_generation():
     assert attention.target(jax.devices("cpu")[0]) == feasibility.CPU
-    assert attention.target(GPU) == feasibility.Target("gpu", (9, 0))
+    assert attention.target(GPU) == feasibility.CompileTarget("gpu", (9, 0))
     rocm = types.SimpleNamespace(platform="gpu", compute_capability="gfx90a")
-    assert attention.target(rocm) == feasibility.Target("gpu", (0, 0))
+    assert attention.target(rocm) == feasibility.CompileTarget("gpu", (0, 0))
 
 
-AMPERE, HOPPER = feasibility.Target("gpu", (8, 0)), feasibility.Target("gpu", (9, 0))
-V6E = feasibility.Target("tpu", (0, 0))
+AMPERE, HOPPER = feasibility.CompileTarget("gpu", (8, 0)), feasibility.CompileTarget("gpu", (9, 0))
+V6E = feasibility.CompileTarget("tpu", (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ V6E = feasibility.Target("tpu", (0, 0))
         (V6E, 256, 64, "float32", True, "splash", None),
         (V6E, 200, 64, "float32", True, "chunked", "splash needs rows of a multiple of 128 tokens, not 200"),
         (HOPPER, 200, 128, "bfloat16", True, "cudnn", None),
-        (feasibility.Target("gpu"), 200, 128, "bfloat16", True, "cudnn", None),
+        (feasibility.CompileTarget("gpu"), 200, 128, "bfloat16", True, "cudnn", None),
         (AMPERE, 200, 128, "bfloat16", False, "cudnn", None),
         (AMPERE, 200, 128, "bfloat16", True, "chunked", "cudnn needs an NVIDIA GPU of the Hopper generation or later"),
         (HOPPER, 200, 128, "float32", True, "chunked", "cudnn needs bfloat16 and heads of at most 128, not float32"),

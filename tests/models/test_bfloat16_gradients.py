@@ -51,7 +51,7 @@ def test_bfloat16_gradients_equal_float64_leaf_by_leaf(architecture, tied, make_
     reference.save_pretrained(tmp_path)
     config = model_config.read_directory(tmp_path)
     batch = _batch(config.vocab_size)
-    scorer = losses.Scorer(config, transformer.ComputeOptions(compute_dtype="bfloat16"), CHUNK)
+    scorer = losses.TokenScorer(config, transformer.ComputeOptions(compute_dtype="bfloat16"), CHUNK)
     gradients = jax.jit(jax.grad(lambda params: scorer(params, batch, temperature=1.0)[0].sum()))(
         hf.load(tmp_path, config)
     )

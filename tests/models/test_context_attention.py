@@ -129,7 +129,7 @@ def test_each_device_gets_the_key_heads_of_its_queries_and_no_more():
 
 @pytest.mark.parametrize(("platform", "kernel"), [("gpu", "cudnn"), ("tpu", "splash")])
 def test_kernels_that_need_whole_rows_are_refused_where_queries_are_split(platform, kernel):
-    case = feasibility.Target(platform, (9, 0)), 128, 128, "bfloat16", True
+    case = feasibility.CompileTarget(platform, (9, 0)), 128, 128, "bfloat16", True
     assert feasibility.choose_attention("auto", *case) == kernel
     assert feasibility.choose_attention("auto", *case, whole_rows=False) == "chunked"
     with pytest.raises(ConfigError, match=f"{kernel} needs a trainer.context that divides the query heads"):

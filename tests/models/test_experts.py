@@ -202,7 +202,7 @@ def test_a_batch_whose_tokens_all_take_one_expert_loses_none(shape):
     mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: int(np.prod(shape))])
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (4, 6, 16))
-    weights = expert_rows.Weights(*(jax.random.normal(key, (8, 16, 16)) for key in keys[1:]))
+    weights = expert_rows.LayerExperts(*(jax.random.normal(key, (8, 16, 16)) for key in keys[1:]))
     chosen, share = jnp.full((4, 6, 1), 5, jnp.int32), jnp.full((4, 6, 1), 0.5)
     with jax.set_mesh(mesh):
         got = jax.jit(experts.mix, static_argnums=0)("tiles", x, share, chosen, weights)
@@ -215,7 +215,7 @@ def _routing(config, seed):
     rng = np.random.default_rng(seed)
     shape = (*_batch()[0].shape, config.num_layers)
     chosen = np.argsort(rng.random((*shape, config.num_experts)))[..., : config.experts_per_token]
-    return router.Given(chosen.astype(np.uint8), rng.random(shape[:2]) < 0.8)
+    return router.GivenExperts(chosen.astype(np.uint8), rng.random(shape[:2]) < 0.8)
 
 
 @pytest.mark.parametrize("shape", [pytest.param((1, 2, 2, 1), marks=pytest.mark.drill), (2, 2, 2, 1)])
@@ -247,7 +247,7 @@ def test_shares_of_given_experts_and_their_gradient_are_exact(normalized, gap):
     logits[1, 4, 0] += gap
 
     def total(logits):
-        chosen, share = router.choose(logits, 3, normalized, router.Given(given.astype(np.uint8), known))
+        chosen, share = router.choose(logits, 3, normalized, router.GivenExperts(given.astype(np.uint8), known))
         return (share * weight).sum(), (chosen, share)
 
     (_, (chosen, share)), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(logits, jnp.float32))
@@ -314,7 +314,7 @@ def fresh_programs():
 
 @pytest.fixture
 def grouped(monkeypatch):
-    """Grouped products by XLA, in place of kernels for GPUs. Rows of no group get NaN, as memory may hold.
+    """Grouped products by XLA, instead of kernels for GPUs. Rows of no group get NaN, as memory may hold.
 
     The kernel of outer products multiplies them with 0, so what is not finite in them reaches its result.
     """
@@ -353,7 +353,7 @@ def test_exchanged_and_gathered_tokens_make_one_devices_gradient(
     ran = _told_of_exchanges(monkeypatch)
     keys, (tokens, count, width) = jax.random.split(jax.random.key(0), 5), (24, 8, 16)
     x, grad = (jax.random.normal(key, (8, tokens, width)) for key in keys[:2])
-    weights = expert_rows.Weights(*(jax.random.normal(key, (count, width, width)) / 4 for key in keys[2:]))
+    weights = expert_rows.LayerExperts(*(jax.random.normal(key, (count, width, width)) / 4 for key in keys[2:]))
     rng = np.random.default_rng(0)
     chosen = np.argsort(rng.random((8, tokens, count)))[..., :2].astype(np.int32)
     chosen[:, -3:] = -1  # padding, whose gradient may be anything
@@ -379,13 +379,13 @@ def test_exchanged_and_gathered_tokens_make_one_devices_gradient(
 
 def _told_of_exchanges(monkeypatch):
     """Returns a list that gets True for each exchange that ran on a device, and False for each gathering."""
-    ran, bring = [], experts.Exchange.bring_experts
+    ran, bring = [], experts.TokenExchange.bring_experts
 
     def told(exchange, chosen_NxK):
         jax.debug.callback(lambda exchanged: ran.append(bool(exchanged)), exchange.slot_WxC is not None)
         return bring(exchange, chosen_NxK)
 
-    monkeypatch.setattr(experts.Exchange, "bring_experts", told)
+    monkeypatch.setattr(experts.TokenExchange, "bring_experts", told)
     return ran
 
 

@@ -94,7 +94,7 @@ def test_no_device_holds_the_activations_of_a_whole_row_of_128k_tokens():
 )
 def test_the_program_does_not_grow_with_depth(platform, shallow):
     """A program for CPUs has its first few layers one after the other, so depth counts from there."""
-    options = transformer.ComputeOptions(attention="chunked", target=feasibility.Target(platform, (9, 0)))
+    options = transformer.ComputeOptions(attention="chunked", target=feasibility.CompileTarget(platform, (9, 0)))
 
     def instructions(layers):
         config = dataclasses.replace(model_config.load_preset("libra-tiny"), num_layers=layers)

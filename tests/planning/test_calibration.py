@@ -12,11 +12,11 @@ MODEL = measured_costs.Calibration(
     {1: ENGINE},
     train=measured_costs.TrainCosts(0.2, 40e-6),
     update=measured_costs.UpdateCosts(0.03, 0.05),
-    rows=rows.Shape((8,), 2),
+    rows=rows.RowShape((8,), 2),
 )
 
 
-def lonely(count: int, seed: int = 0) -> list[calibration.Stream]:
+def lonely(count: int, seed: int = 0) -> list[calibration.RequestStay]:
     """Streams that never meet, on an engine that costs what `ENGINE` says."""
     rng, at, made = np.random.default_rng(seed), 0.0, []
     for _ in range(count):
@@ -24,7 +24,7 @@ def lonely(count: int, seed: int = 0) -> list[calibration.Stream]:
         context = new + cached + tokens / 2
         seconds = tokens * (ENGINE.step + ENGINE.request + ENGINE.context * context)
         seconds += ENGINE.prefill_token * new + ENGINE.cached_token * cached + ENGINE.prefill_request
-        made.append(calibration.Stream("rollout-0", at, at + seconds, tokens, new, cached, True))
+        made.append(calibration.RequestStay("rollout-0", at, at + seconds, tokens, new, cached, True))
         at += seconds + rng.uniform(0.5, 1.0)
     return made
 
@@ -43,7 +43,7 @@ def test_too_few_streams_are_a_sentence():
     for instances in ([], [[]], [lonely(calibration.LEAST_STREAMS - 1)]):
         with pytest.raises(protocols.DataError, match=r"streams of tokens are too few .* at least 20"):
             calibration.fit_engine(instances)
-    unknown = [calibration.Stream("rollout-0", at, at + 1.0, 5) for at in range(50)]
+    unknown = [calibration.RequestStay("rollout-0", at, at + 1.0, 5) for at in range(50)]
     with pytest.raises(protocols.DataError, match=r"^0 streams"):
         calibration.fit_engine([unknown])
 

@@ -167,9 +167,9 @@ def test_a_loop_without_trip_count_ends_at_its_constant():
     assert counts.matmul_flops == 0
 
 
-def case(**changes: object) -> programs.Case:
+def case(**changes: object) -> programs.CompiledCase:
     program = programs.Program.counted(counted(), argument_bytes=30e9, temporary_bytes=5e9, compile_seconds=1.0)
-    made = programs.Case(
+    made = programs.CompiledCase(
         model="Qwen3-1.7B",
         parameters=1,
         target="h100",

@@ -16,13 +16,13 @@ from libra_jax.planning.forecast import degree_queues as pools
 from libra_jax.planning.forecast import forecast, meshes, pipeline
 
 
-def pool(ticks: list[float], *, slots: int = 100, pace: float = 1.0, **changes) -> pools.Pool:
+def pool(ticks: list[float], *, slots: int = 100, pace: float = 1.0, **changes) -> pools.DegreePool:
     """One instance whose ticks take `pace` seconds, however many requests decode; changes are of it or its requests."""
     fields = {"share": 1.0, "drag": 0.0, "footprint": 1.0, "again": 0.0, "recall": 0.0, "turns": 1.0}
     fields |= {name: changes.pop(name) for name in list(changes) if name in fields}
-    requests = [pools.Request(ticks=one, **fields) for one in ticks]
+    requests = [pools.RequestCosts(ticks=one, **fields) for one in ticks]
     sizes = {"instances": 1, "slots": slots, "room": 1e9, "cache": 1e9, "pause": 0.0, **changes}
-    return pools.Pool(**sizes, fixed=[pace] * (slots + 1), requests=requests)
+    return pools.DegreePool(**sizes, fixed=[pace] * (slots + 1), requests=requests)
 
 
 def seconds(pools, rules: pipeline.Cycle, *, sampled: int = 1, wanted: int = -1) -> float:
@@ -164,50 +164,58 @@ def test_a_streamed_step_is_between_its_longest_stage_and_a_whole_one(ticks, sta
 
 def test_a_plan_counts_what_streamed_steps_hide():
     plan = protocols.Plan(1, 5, 4, (protocols.PlannedBucket(2, 14, 40_000),))
-    off = work(0, 8).predict(plan, forecast.Levels())
-    group = work(0, 8, part_tokens=0).predict(plan, forecast.Levels())
-    batch = work(0, 8, part_tokens=10**9).predict(plan, forecast.Levels())
+    off = work(0, 8).predict(plan, forecast.CorrectionLevels())
+    group = work(0, 8, part_tokens=0).predict(plan, forecast.CorrectionLevels())
+    batch = work(0, 8, part_tokens=10**9).predict(plan, forecast.CorrectionLevels())
     assert max(group.train, group.rollout) < group.step < 0.95 * off.step
     assert group.train >= off.train, "parts fill their last micro-batches less"
     assert batch.step == pytest.approx(off.step), "no group fills a part"
     made = work(0, 8, part_tokens=0)
-    best, other = (each.best(forecast.Levels()) for each in (made, work(0, 8)))
-    assert made.predict(best, forecast.Levels()).step <= made.predict(other, forecast.Levels()).step
+    best, other = (each.best(forecast.CorrectionLevels()) for each in (made, work(0, 8)))
+    assert made.predict(best, forecast.CorrectionLevels()).step <= made.predict(other, forecast.CorrectionLevels()).step
 
 
-def work(staleness: int, turns: int, **changes) -> forecast.Work:
+def work(staleness: int, turns: int, **changes) -> forecast.StepWork:
     model = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-14B", "model"))
-    setting = forecast.Setting(
-        model, meshes.Trainer((131_072,)), (1, 2, 4, 8), (32,) * 4, 48, 512, staleness, group_size=16, **changes
+    setting = forecast.PlanConditions(
+        model,
+        meshes.TrainerProperties((131_072,)),
+        (1, 2, 4, 8),
+        (32,) * 4,
+        48,
+        512,
+        staleness,
+        group_size=16,
+        **changes,
     )
     lengths = [500 * 2 ** (index * 7 // 64 % 7) for index in range(1_024)]
     tool = "bash" if turns > 1 else None
     status = "success" if tool else None
     drawn = [[protocols.Turn(tokens // turns, tool, status, 300 * (turns > 1), 2.0)] * turns for tokens in lengths]
-    return forecast.Work(setting, [500] * len(drawn), drawn)
+    return forecast.StepWork(setting, [500] * len(drawn), drawn)
 
 
 def test_where_nothing_tells_lengths_a_plan_has_one_degree():
-    plan = work(4, 1).best(forecast.Levels())
+    plan = work(4, 1).best(forecast.CorrectionLevels())
     assert len(plan.rollout) == 1
 
 
 def test_who_knows_lengths_gains_by_unlike_degrees_and_who_does_not_loses():
     buckets = (protocols.PlannedBucket(1, 12, 6_000), protocols.PlannedBucket(4, 4, 40_000))
     plan = protocols.Plan(1, 5, 4, buckets)
-    clairvoyant = work(1, 8, policy="oracle").predict(plan, forecast.Levels())
-    blind = work(1, 8, policy="sticky", cache_share=0.9).predict(plan, forecast.Levels())
+    clairvoyant = work(1, 8, policy="oracle").predict(plan, forecast.CorrectionLevels())
+    blind = work(1, 8, policy="sticky", cache_share=0.9).predict(plan, forecast.CorrectionLevels())
     assert clairvoyant.step < 0.95 * blind.step
 
 
 def test_the_sheet_charges_for_weight_sync():
     plan = protocols.Plan(1, 5, 4, (protocols.PlannedBucket(2, 14, 40_000),))
     made = work(4, 1)
-    expected = made.predict(plan, forecast.Levels())
-    sync = made.besides(20, forecast.Levels())
+    expected = made.predict(plan, forecast.CorrectionLevels())
+    sync = made.besides(20, forecast.CorrectionLevels())
     assert sync > 1.0
     assert expected.step >= expected.train + sync
-    assert made.besides(20, forecast.Levels(sync=7.0, between=1.0)) == 8.0
+    assert made.besides(20, forecast.CorrectionLevels(sync=7.0, between=1.0)) == 8.0
 
 
 def test_a_large_cluster_is_followed_at_a_smaller_scale():
@@ -221,8 +229,8 @@ def test_a_large_cluster_is_followed_at_a_smaller_scale():
 
 
 def test_a_pool_of_less_than_one_slot_is_used_one_request_at_a_time():
-    alone = pools.Request(ticks=10.0, share=1.0, drag=0.0, footprint=100.0, again=0.0, recall=0.0)
-    small = pools.Pool(0.02, 0.5, 10.0, 10.0, [1.0] * 40, 0.0, [alone])
+    alone = pools.RequestCosts(ticks=10.0, share=1.0, drag=0.0, footprint=100.0, again=0.0, recall=0.0)
+    small = pools.DegreePool(0.02, 0.5, 10.0, 10.0, [1.0] * 40, 0.0, [alone])
     cycle = pipeline.Cycle(groups=1, size=2, staleness=0, train=1.0)
     seconds = pipeline.step_seconds([small], [0] * cycle.requests, [-1] * cycle.requests, cycle)
     assert math.isfinite(seconds)

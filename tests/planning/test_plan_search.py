@@ -21,7 +21,7 @@ DEGREES = (1, 2, 4, 8)
 TOKENS = st.lists(st.integers(1, 20_000), min_size=1, max_size=10)
 
 
-def searched(tokens: list[int], staleness: int, most: int) -> search.Search:
+def searched(tokens: list[int], staleness: int, most: int) -> search.PlanSearch:
     """A search whose steps take exactly their bounds."""
     rollout, training = parts(tokens, staleness)
 
@@ -29,14 +29,14 @@ def searched(tokens: list[int], staleness: int, most: int) -> search.Search:
         served = made.rollout_seconds(buckets)
         return max(train.seconds, served) if staleness else train.seconds + served
 
-    made = search.Search(rollout, search.front_of(training, most), most, staleness=staleness, step=step)
+    made = search.PlanSearch(rollout, search.front_of(training, most), most, staleness=staleness, step=step)
     return made
 
 
 def parts(tokens: list[int], staleness: int) -> tuple[serving.Serving, meshes.Training]:
     wanted = serving.Demand.of_trajectories([500] * len(tokens), [[protocols.Turn(count)] for count in tokens])
     rollout = serving.Serving(MODEL, wanted, DEGREES, (4, 4, 4, 4), staleness=staleness)
-    training = meshes.Training(MODEL, [500 + count for count in tokens], meshes.Trainer((4_096, 32_768)))
+    training = meshes.Training(MODEL, [500 + count for count in tokens], meshes.TrainerProperties((4_096, 32_768)))
     return rollout, training
 
 
@@ -75,7 +75,7 @@ def test_the_degrees_whose_steps_are_shortest_are_found_though_bounds_name_other
         apart = sum(abs(math.log2(ours) - math.log2(theirs)) for ours in held for theirs in wanted)
         return train.seconds + made.rollout_seconds(buckets) * (1 + apart + 2 * abs(len(held) - len(wanted)))
 
-    made = search.Search(rollout, search.front_of(training, 32), 32, staleness=1, step=step)
+    made = search.PlanSearch(rollout, search.front_of(training, 32), 32, staleness=1, step=step)
     assert tuple(bucket.tensor_parallel for bucket in made.best(32).rollout) == wanted
 
 
@@ -117,7 +117,7 @@ def test_bounds_ascend_where_requests_of_one_length_go_to_several_degrees():
 
 
 def test_a_mesh_over_which_rows_do_not_divide_is_left_out():
-    training = meshes.Training(MODEL, [500] * 8, meshes.Trainer((4_098,)))
+    training = meshes.Training(MODEL, [500] * 8, meshes.TrainerProperties((4_098,)))
     assert training.tensor_degrees() == [1, 2]
 
 
@@ -135,7 +135,7 @@ def test_a_context_that_no_instance_holds_is_refused_with_its_length():
     rollout = serving.Serving(MODEL, wanted, DEGREES, (4, 4, 4, 4), staleness=1)
     _, training = parts([1_000], 1)
     with pytest.raises(protocols.ConfigError, match=rf"holds a context of {tokens + 500} tokens .* degree 8"):
-        search.Search(
+        search.PlanSearch(
             rollout, search.front_of(training, 8), 8, staleness=1, step=lambda buckets, train, *, rough: train.seconds
         )
 
@@ -173,7 +173,7 @@ def test_why_the_runner_up_lost_names_the_stage_that_is_slower():
 def test_why_the_runner_up_lost_names_what_binds_its_step(train, rollout, step, reason):
     def split(devices, train, rollout, step):
         mesh = meshes.Mesh(1, devices, 1, train, 1.0)
-        return search.Split(mesh, (protocols.PlannedBucket(4, 2, 1000),), rollout, step)
+        return search.DeviceSplit(mesh, (protocols.PlannedBucket(4, 2, 1000),), rollout, step)
 
     best = split(8, 50.0, 50.0, 50.0)
     assert reason in search.compared(best, [best, split(4, train, rollout, step)], 1)
@@ -245,6 +245,6 @@ def test_a_profile_nested_too_deeply_is_refused_in_a_sentence(tmp_path):
 def test_a_runner_up_that_is_as_fast_is_not_called_longer():
     mesh = meshes.Mesh(1, 4, 1, 10.0, 1e9)
     bucket = (protocols.PlannedBucket(1, 4, 100),)
-    best = search.Split(mesh, bucket, 20.0, 20.0)
-    other = search.Split(dataclasses.replace(mesh, data=2), bucket, 19.9999, 19.9999)
+    best = search.DeviceSplit(mesh, bucket, 20.0, 20.0)
+    other = search.DeviceSplit(dataclasses.replace(mesh, data=2), bucket, 19.9999, 19.9999)
     assert search.compared(best, [best, other], 1).startswith("8 training devices would make the step no shorter")

@@ -21,7 +21,7 @@ make, trained, steps = planner_cases.make, planner_cases.trained, planner_cases.
 
 
 def test_predictions_take_on_the_level_of_what_is_measured():
-    made, measured = make(shadow=True), planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    made, measured = make(shadow=True), planner.ObservedStep(step=400.0, train=30.0, wait=370.0, slots=448)
     looks = steps(made, measured, 4_000, 8)
     assert made.calibrated
     metrics = looks[-1][1]
@@ -35,7 +35,7 @@ def test_masked_rollouts_take_rollout_and_no_training():
         made, rollouts = make(shadow=True), trained(4_000)
         for trajectory in rollouts[:: max(1, 64 // masked)] if masked else []:
             trajectory.finish = "max_context"
-        measured = planner.Measured(step=400.0, train=0.0, wait=0.0, slots=448, disturbed=True)  # the sheet's level
+        measured = planner.ObservedStep(step=400.0, train=0.0, wait=0.0, slots=448, disturbed=True)  # the sheet's level
         looks = [made.after(step, measured, rollouts) for step in range(1, 9)]
         return looks[-1][1]
 
@@ -51,20 +51,20 @@ def test_a_step_whose_rollouts_are_all_masked_says_nothing_of_training():
     for trajectory in rollouts:
         trajectory.finish = "max_context"
     for step in range(1, 9):
-        made.after(step, planner.Measured(step=400.0, train=0.1, wait=390.0, slots=448), rollouts)
-    assert made.levels == forecast.Levels()
+        made.after(step, planner.ObservedStep(step=400.0, train=0.1, wait=390.0, slots=448), rollouts)
+    assert made.levels == forecast.CorrectionLevels()
 
 
 def test_where_training_hides_rollout_nothing_is_learnt_of_rollout():
     made = make(shadow=True)
-    steps(made, planner.Measured(step=300.0, train=299.0, wait=0.5, slots=448), 4_000, 8)
+    steps(made, planner.ObservedStep(step=300.0, train=299.0, wait=0.5, slots=448), 4_000, 8)
     assert made.levels.rollout == 1.0
     assert made.levels.train != 1.0
     assert not made.calibrated
 
 
 def test_it_does_not_look_before_it_has_seen_enough_and_then_moves_where_it_pays():
-    made, measured = make(), planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    made, measured = make(), planner.ObservedStep(step=400.0, train=30.0, wait=370.0, slots=448)
     looks = steps(made, measured, 8_000, 8)
     decided = [decision for decision, _ in looks]
     assert decided[: 1 + planner.LEAST_STEPS] == [None] * 5
@@ -77,7 +77,7 @@ def test_it_does_not_look_before_it_has_seen_enough_and_then_moves_where_it_pays
 
 
 def test_what_a_move_saved_is_the_old_plans_step_less_the_one_that_was_measured():
-    made, measured = make(), planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    made, measured = make(), planner.ObservedStep(step=400.0, train=30.0, wait=370.0, slots=448)
     decided = [decision for decision, _ in steps(made, measured, 8_000, 6)][-1]
     assert decided is not None
     assert decided.moved
@@ -88,16 +88,16 @@ def test_what_a_move_saved_is_the_old_plans_step_less_the_one_that_was_measured(
 
 def test_a_step_that_a_move_or_a_loss_touched_says_nothing_of_levels():
     made = make(shadow=True)
-    steps(made, planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448), 4_000, 6)
+    steps(made, planner.ObservedStep(step=400.0, train=30.0, wait=370.0, slots=448), 4_000, 6)
     before = made.levels
-    steps(made, planner.Measured(step=4_000.0, train=30.0, wait=3_970.0, slots=448, disturbed=True), 4_000, 2, 7)
+    steps(made, planner.ObservedStep(step=4_000.0, train=30.0, wait=3_970.0, slots=448, disturbed=True), 4_000, 2, 7)
     assert made.levels == before
-    steps(made, planner.Measured(step=4_000.0, train=30.0, wait=3_970.0, slots=448), 4_000, 1, 9)
+    steps(made, planner.ObservedStep(step=4_000.0, train=30.0, wait=3_970.0, slots=448), 4_000, 1, 9)
     assert made.levels.rollout > 1.5 * before.rollout
 
 
 def test_nothing_is_decided_while_it_may_not_move():
-    made, measured = make(), planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    made, measured = make(), planner.ObservedStep(step=400.0, train=30.0, wait=370.0, slots=448)
     for step in range(1, 11):
         decision, metrics = made.after(step, measured, trained(8_000), may_move=False)
         assert decision is None
@@ -106,14 +106,14 @@ def test_nothing_is_decided_while_it_may_not_move():
 
 def test_weight_sync_is_part_of_the_trainers_cycle():
     made = make(shadow=True)
-    looks = steps(made, planner.Measured(step=60.0, train=40.0, sync=20.0, wait=0.0, slots=448), 500, 8)
+    looks = steps(made, planner.ObservedStep(step=60.0, train=40.0, sync=20.0, wait=0.0, slots=448), 500, 8)
     assert made.levels.sync == pytest.approx(20.0)
     metrics = looks[-1][1]
     assert metrics["plan/step_seconds"] == pytest.approx(metrics["plan/train_seconds"] + 20.0)
 
 
 def test_a_shadow_decides_and_never_moves():
-    made, measured = make(shadow=True), planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    made, measured = make(shadow=True), planner.ObservedStep(step=400.0, train=30.0, wait=370.0, slots=448)
     decided = [decision for decision, _ in steps(made, measured, 8_000, 10) if decision is not None]
     assert decided
     assert not any(decision.moved for decision in decided)
@@ -122,8 +122,8 @@ def test_a_shadow_decides_and_never_moves():
 
 
 def test_a_trainer_that_cannot_change_keeps_its_mesh():
-    setting = forecast.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 1, mesh=(1, 2, 1))
-    made, measured = make(setting=setting), planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    setting = forecast.PlanConditions(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 1, mesh=(1, 2, 1))
+    made, measured = make(setting=setting), planner.ObservedStep(step=400.0, train=30.0, wait=370.0, slots=448)
     steps(made, measured, 8_000, 10)
     assert (made.plan.data, made.plan.fsdp, made.plan.tensor) == (1, 2, 1)
     assert made.plan != NARROW
@@ -132,8 +132,8 @@ def test_a_trainer_that_cannot_change_keeps_its_mesh():
 @pytest.mark.parametrize("reach", [2, 6])
 def test_a_trainer_that_runs_is_planned_meshes_that_it_can_change_to(reach):
     trainer = dataclasses.replace(TRAINER, rows=4)
-    setting = forecast.Setting(MODEL, trainer, (1, 2, 4), (32, 32, 32), 16, 64, 1, reach=reach)
-    made, measured = make(setting=setting), planner.Measured(step=400.0, train=390.0, wait=0.0, slots=448)
+    setting = forecast.PlanConditions(MODEL, trainer, (1, 2, 4), (32, 32, 32), 16, 64, 1, reach=reach)
+    made, measured = make(setting=setting), planner.ObservedStep(step=400.0, train=390.0, wait=0.0, slots=448)
     steps(made, measured, 8_000, 10)
     plan = made.plan
     assert plan != NARROW
@@ -143,7 +143,7 @@ def test_a_trainer_that_runs_is_planned_meshes_that_it_can_change_to(reach):
 
 def test_a_move_that_could_not_be_carried_out_leaves_the_plan_before_and_its_cooldown():
     made = make(cooldown=3)
-    measured = planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    measured = planner.ObservedStep(step=400.0, train=30.0, wait=370.0, slots=448)
     moved = next(decision for decision, _ in steps(made, measured, 8_000, 8) if decision is not None and decision.moved)
     made.refuse(NARROW)
     assert made.plan == NARROW
@@ -154,7 +154,7 @@ def test_a_move_that_could_not_be_carried_out_leaves_the_plan_before_and_its_coo
 def test_where_instances_stay_their_ranges_follow_the_lengths():
     plan = protocols.Plan(1, 2, 1, (protocols.PlannedBucket(1, 6, 1_000), protocols.PlannedBucket(4, 2, 60_000)))
     made = make(plan, least_gain=10.0)
-    measured = planner.Measured(step=100.0, train=30.0, wait=70.0, slots=448)
+    measured = planner.ObservedStep(step=100.0, train=30.0, wait=70.0, slots=448)
     steps(made, measured, 2_000, 8)
     short = made.plan.rollout[0].max_remaining_tokens
     steps(made, measured, 16_000, 8, begin=9)
@@ -163,26 +163,26 @@ def test_where_instances_stay_their_ranges_follow_the_lengths():
 
 
 def test_stages_that_take_turns_may_differ_as_much_as_they_like():
-    setting = forecast.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 0)
-    made, measured = make(setting=setting, period=100), planner.Measured(400.0, train=30.0, wait=370.0, slots=448)
+    setting = forecast.PlanConditions(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 0)
+    made, measured = make(setting=setting, period=100), planner.ObservedStep(400.0, train=30.0, wait=370.0, slots=448)
     assert not any(decision for decision, _ in steps(made, measured, 4_000, 30))
 
 
 def test_levels_are_found_where_streamed_steps_hide_training_behind_rollout():
-    setting = forecast.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 0, group_size=4, part_tokens=0)
-    right, rollouts = forecast.Levels(1.5, 2.0, sync=5.0), trained(8_000)
-    work = forecast.Work(setting, [100] * len(rollouts), [list(one.turns) for one in rollouts])
+    setting = forecast.PlanConditions(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 0, group_size=4, part_tokens=0)
+    right, rollouts = forecast.CorrectionLevels(1.5, 2.0, sync=5.0), trained(8_000)
+    work = forecast.StepWork(setting, [100] * len(rollouts), [list(one.turns) for one in rollouts])
     expected = work.predict(NARROW, right)
     assert expected.train > 100.0
     wait = expected.step - expected.train - 5.0
     made = make(setting=setting, shadow=True)
-    steps(made, planner.Measured(expected.step, expected.train, wait, sync=5.0, slots=448), 8_000, 8)
+    steps(made, planner.ObservedStep(expected.step, expected.train, wait, sync=5.0, slots=448), 8_000, 8)
     assert made.levels.train == pytest.approx(right.train, rel=0.05)
     assert made.levels.rollout == pytest.approx(right.rollout, rel=0.05)
 
 
 def test_what_it_knows_survives_a_restart():
-    made, measured = make(), planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
+    made, measured = make(), planner.ObservedStep(step=400.0, train=30.0, wait=370.0, slots=448)
     assert any(decision and decision.moved for decision, _ in steps(made, measured, 8_000, 8))
     again = make()
     steps(again, measured, 500, 3)
@@ -207,7 +207,7 @@ def test_a_layout_with_instances_that_no_plan_may_have_is_refused(name, layout, 
     }
     run = config_lib.parse(config_lib.RunConfig, values)
     model = costs.CostModel(hardware.sheet(name), MODEL.shape)
-    setting = forecast.Setting.from_config(run, model, 16)
+    setting = forecast.PlanConditions.from_config(run, model, 16)
     with pytest.raises(protocols.ConfigError, match=rf"config\.rollout\.tensor_parallel: plans cannot use {why}"):
         forecast.check_layout(run, setting)
 
@@ -216,7 +216,7 @@ def test_no_plan_has_an_instance_that_a_host_of_the_run_does_not_hold():
     values = {"planner": {"degrees": (1, 2, 4, 8)}, "cluster": {"backend": "ray", "accelerators_per_host": 2}}
     run = config_lib.parse(config_lib.RunConfig, values)
     model = costs.CostModel(hardware.sheet("a800"), MODEL.shape)
-    assert forecast.Setting.from_config(run, model, 16).degrees == (1, 2)
+    assert forecast.PlanConditions.from_config(run, model, 16).degrees == (1, 2)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 8 * 4_096), (3, 3 * 4_096)])
@@ -224,7 +224,7 @@ def test_a_step_that_streams_micro_batches_begins_on_one_whole_micro_batch(rows,
     trainer = {"stream": "micro_batch", "row_tokens": 4_096, "rows_per_micro_batch": rows}
     run = config_lib.parse(config_lib.RunConfig, {"trainer": trainer, "coordinator": {"groups_per_step": 4}})
     model = costs.CostModel(hardware.sheet("a800"), MODEL.shape)
-    assert forecast.Setting.from_config(run, model, 16).part_tokens == tokens
+    assert forecast.PlanConditions.from_config(run, model, 16).part_tokens == tokens
 
 
 def test_a_context_that_no_instance_holds_is_refused_before_the_run():
@@ -234,7 +234,7 @@ def test_a_context_that_no_instance_holds_is_refused_before_the_run():
     with pytest.raises(
         protocols.ConfigError, match=r"config\.rollout\.max_context: .* holds 900000 tokens; the most is"
     ):
-        forecast.Setting.from_config(run, model, 16)
+        forecast.PlanConditions.from_config(run, model, 16)
 
 
 def test_a_mesh_that_does_not_hold_the_model_or_divide_it_is_refused():

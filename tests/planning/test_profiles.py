@@ -32,11 +32,11 @@ ERRORS = {"rollout": 0.05, "train": 0.03, "sync": 0.2, "total": 0.04}
 PROFILE = profiles.Profile(SHEET, model_config.to_hf(MODEL.shape), TRUE.coefficients, {1: ENGINE}, 0.1, 0.05, ERRORS)
 
 
-def trainer(rows: int, cores: int | None = 1) -> meshes.Trainer:
-    return meshes.Trainer((256,), rows=rows, cores=cores)
+def trainer(rows: int, cores: int | None = 1) -> meshes.TrainerProperties:
+    return meshes.TrainerProperties((256,), rows=rows, cores=cores)
 
 
-def steps(*shapes: tuple[int, int, int], count: int = 12, cores: int | None = 1) -> list[profiles.Measured]:
+def steps(*shapes: tuple[int, int, int], count: int = 12, cores: int | None = 1) -> list[profiles.MeasuredStep]:
     """Steps on each mesh that take what `TRUE` says."""
     rng, made = np.random.default_rng(0), []
     for sizes in shapes:
@@ -46,7 +46,7 @@ def steps(*shapes: tuple[int, int, int], count: int = 12, cores: int | None = 1)
             seconds = meshes.Training(TRUE, lengths, rows).seconds(*sizes)
             asked = serving.Demand.of_trajectories([20], [[protocols.Turn(10)]])
             stages = profiles.Stages(1.0, seconds, 0.1, seconds + 1.1)
-            made.append(profiles.Measured(sizes, rows, lengths, asked, 1, 8, stages))
+            made.append(profiles.MeasuredStep(sizes, rows, lengths, asked, 1, 8, stages))
     return made
 
 
@@ -102,7 +102,7 @@ def test_an_engine_is_levelled_until_whole_rollouts_take_what_they_took(tool_sec
         [50] * 8, [[protocols.Turn(200, "bash", "success", 20, tool_seconds)] * 3] * 8
     )
     slower = measured_costs.MeasuredEngines({1: ENGINE.scaled(1.7)})
-    step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 8, profiles.Stages(1.0, 1.0, 0.1, 2.0))
+    step = profiles.MeasuredStep((1, 1, 1), trainer(8), (200,), asked, 1, 8, profiles.Stages(1.0, 1.0, 0.1, 2.0))
     step = dataclasses.replace(step, seconds=profiles.Stages(profiles.rollout_seconds(slower, step), 1.0, 0.1, 2.0))
     assert profiles.levelled(ENGINE, [step], 10**9).step == pytest.approx(1.7 * ENGINE.step, rel=1e-3)
 
@@ -110,7 +110,7 @@ def test_an_engine_is_levelled_until_whole_rollouts_take_what_they_took(tool_sec
 def test_a_full_cache_is_charged_once():
     asked = serving.Demand.of_trajectories([50] * 64, [[protocols.Turn(2_000)]] * 64)
     crowded = measured_costs.MeasuredEngines({1: ENGINE}, cache_tokens={1: 5_000})
-    step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 64, profiles.Stages(1.0, 1.0, 0.1, 2.0))
+    step = profiles.MeasuredStep((1, 1, 1), trainer(8), (200,), asked, 1, 64, profiles.Stages(1.0, 1.0, 0.1, 2.0))
     step = dataclasses.replace(step, seconds=profiles.Stages(profiles.rollout_seconds(crowded, step), 1.0, 0.1, 2.0))
     assert profiles.levelled(ENGINE, [step], 5_000).step == pytest.approx(ENGINE.step, rel=1e-3)
     assert profiles.levelled(ENGINE, [step], 10**9).step > 1.2 * ENGINE.step
@@ -151,25 +151,25 @@ def test_a_profile_with_a_share_above_the_peak_is_refused(tmp_path):
         profiles.read(path)
 
 
-def setting(tmp_path, model=MODEL, **changes) -> forecast.Setting:
+def setting(tmp_path, model=MODEL, **changes) -> forecast.PlanConditions:
     profiles.write(PROFILE, tmp_path / "profile.json")
     values = {"planner": {"profile": str(tmp_path / "profile.json"), "period": 1, **changes}}
     run = config_lib.parse(config_lib.RunConfig, values)
-    return forecast.Setting.from_config(run, model, 4)
+    return forecast.PlanConditions.from_config(run, model, 4)
 
 
 def test_plans_go_by_the_profile_and_have_degrees_that_were_measured(tmp_path):
     made = setting(tmp_path)
     assert made.degrees == (1,)
     assert made.model.coefficients == PROFILE.coefficients
-    work = forecast.Work(made, [30] * 64, [[protocols.Turn(40)]] * 64)
-    plan = work.best(forecast.Levels())
+    work = forecast.StepWork(made, [30] * 64, [[protocols.Turn(40)]] * 64)
+    plan = work.best(forecast.CorrectionLevels())
     assert {bucket.tensor_parallel for bucket in plan.rollout} == {1}
     fleet = protocols.Plan(1, 1, 1, (protocols.PlannedBucket(1, 1, 512),))
-    alone = work.predict(fleet, forecast.Levels()).rollout
+    alone = work.predict(fleet, forecast.CorrectionLevels()).rollout
     twice = dataclasses.replace(PROFILE, engines={1: ENGINE.scaled(2.0)})
-    slower = forecast.Work(dataclasses.replace(made, profile=twice), [30] * 64, [[protocols.Turn(40)]] * 64)
-    assert slower.predict(fleet, forecast.Levels()).rollout == pytest.approx(2 * alone)
+    slower = forecast.StepWork(dataclasses.replace(made, profile=twice), [30] * 64, [[protocols.Turn(40)]] * 64)
+    assert slower.predict(fleet, forecast.CorrectionLevels()).rollout == pytest.approx(2 * alone)
 
 
 def test_a_full_cache_lengthens_rollout_with_a_profile_too():
@@ -190,9 +190,9 @@ def test_a_planner_with_a_profile_is_calibrated_from_its_beginning(tmp_path):
     run = config_lib.parse(config_lib.RunConfig, {})
     plan = plans.from_config(run, (1, 1, 1))
     assert planner.GlobalPlanner(config, made, plan, masks=config_lib.TaskConfig().masks).calibrated
-    assert planner.GlobalPlanner(config, made, plan, masks=config_lib.TaskConfig().masks).levels == forecast.Levels(
-        sync=0.1, between=0.05
-    )
+    assert planner.GlobalPlanner(
+        config, made, plan, masks=config_lib.TaskConfig().masks
+    ).levels == forecast.CorrectionLevels(sync=0.1, between=0.05)
 
 
 def test_a_profile_of_another_model_or_of_other_degrees_is_refused(tmp_path):

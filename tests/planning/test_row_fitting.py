@@ -23,7 +23,7 @@ def example(tokens: int) -> sequences_lib.Example:
 def shapes(draw):
     shortest = draw(st.integers(4, 40))
     longer = draw(st.sets(st.integers(shortest + 1, 120), max_size=2))
-    return rows.Shape((shortest, *sorted(longer)), draw(st.integers(1, 4)), draw(st.booleans()))
+    return rows.RowShape((shortest, *sorted(longer)), draw(st.integers(1, 4)), draw(st.booleans()))
 
 
 @given(shapes(), st.data())
@@ -42,7 +42,7 @@ def test_the_columns_counted_are_those_that_the_trainer_computes(shape, data):
 
 
 def test_what_no_row_holds_fills_the_longest():
-    shape = rows.Shape((8, 16), 2)
+    shape = rows.RowShape((8, 16), 2)
     assert rows.processed_columns([1000], shape) == rows.processed_columns([17], shape) == 32
     assert rows.processed_columns([1, 1], shape) == 0
     assert rows.processed_columns([9, 9, 17], dataclasses.replace(shape, packed=False)) == 2 * 8 + 2 * 16

@@ -16,7 +16,7 @@ def record(name: str, prompt: int, *turns: tuple[int, int]) -> dict:
     }
 
 
-def told(found: list[calibration.Stream]) -> list[tuple]:
+def told(found: list[calibration.RequestStay]) -> list[tuple]:
     return [(item.instance, item.start, item.tokens, item.new, item.cached, item.usable) for item in found]
 
 

@@ -21,7 +21,7 @@ JSON = st.recursive(
 @settings(max_examples=200)
 def test_an_answer_is_right_if_its_json_text_is_equal(expected, answered):
     """The reference is the text: json writes 1, 1.0, true and "1" differently."""
-    listed = [calls.Call("m:f", [], value) for value in expected]
+    listed = [calls.ExpectedCall("m:f", [], value) for value in expected]
     lines = [json.dumps([number, value, None]) for number, value in enumerate(answered)]
     right = calls.judge(listed, "\n".join(["noise", "[1, 2]", "{}", *lines]))
     texts = [json.dumps(one, sort_keys=True) for one in (*expected, *answered)]
@@ -44,7 +44,7 @@ def test_an_answer_is_right_if_its_json_text_is_equal(expected, answered):
 def test_numbers_are_equal_to_the_last_roundings(answer, expected, equal, equal_by_value):
     lines = json.dumps([0, answer, None])
     for by_value, right in ((False, equal), (True, equal_by_value)):
-        assert calls.judge([calls.Call("m:f", [], expected, by_value=by_value)], lines) == {"0": right}
+        assert calls.judge([calls.ExpectedCall("m:f", [], expected, by_value=by_value)], lines) == {"0": right}
 
 
 @pytest.mark.parametrize("value", [math.nan, [{"a": math.nan}]])

@@ -26,8 +26,8 @@ def judged():
 
 @pytest.mark.parametrize("command", ["", repairs.COMMAND], ids=["unittest", "command"])
 def test_a_repair_passes_and_what_is_broken_fails(judged, command):
-    assert judged({"calc.py": repairs.FIXED}, command) == suites.Verdict(3, 3)
-    assert judged({}, command) == suites.Verdict(1, 3)
+    assert judged({"calc.py": repairs.FIXED}, command) == suites.SuiteVerdict(3, 3)
+    assert judged({}, command) == suites.SuiteVerdict(1, 3)
     assert judged({"calc.py": None}, command).passed == 0
     assert judged({"calc.py": "def add(:"}, command).passed == 0
 
@@ -35,18 +35,18 @@ def test_a_repair_passes_and_what_is_broken_fails(judged, command):
 @pytest.mark.parametrize("command", ["", repairs.COMMAND], ids=["unittest", "command"])
 def test_a_process_that_the_tests_leave_costs_no_repair_its_reward(judged, command):
     noise = "print('x' * 2**23, flush=True)\n"  # more than the runner keeps
-    assert judged({"calc.py": repairs.FIXED + repairs.LEAVES + noise}, command) == suites.Verdict(3, 3)
+    assert judged({"calc.py": repairs.FIXED + repairs.LEAVES + noise}, command) == suites.SuiteVerdict(3, 3)
 
 
 def test_all_that_there_are_must_pass_where_no_test_is_named(judged):
-    assert judged({"calc.py": repairs.FIXED}, names=()) == suites.Verdict(3, 3)
-    assert judged({}, names=()) == suites.Verdict(1, 3)
+    assert judged({"calc.py": repairs.FIXED}, names=()) == suites.SuiteVerdict(3, 3)
+    assert judged({}, names=()) == suites.SuiteVerdict(1, 3)
     assert not judged({"calc.py": "1 / 0"}, names=()).solved
 
 
 def test_a_named_test_that_is_not_there_does_not_pass(judged):
     verdict = judged({"calc.py": repairs.FIXED}, names=(*repairs.NAMES, "tests/test_calc.py::TestCalc::test_lost"))
-    assert verdict == suites.Verdict(3, 4)
+    assert verdict == suites.SuiteVerdict(3, 4)
 
 
 @pytest.mark.parametrize("command", ["", "python3 -m unittest -v tests.test_many"], ids=["unittest", "command"])
@@ -59,11 +59,11 @@ def test_many_tests_are_counted_though_little_output_is_kept(command):
 
     async def body():
         async with pool.Sandbox(dataclasses.replace(repairs.LIMITS, output_bytes=256), warm=1) as sandbox:
-            snapshot = snapshots.Snapshot.of_texts(repairs.REPOSITORY)
+            snapshot = snapshots.RepositorySnapshot.of_texts(repairs.REPOSITORY)
             suite = repairs.suite(command, tests={"tests/test_many.py": tests}, names=names)
             return await suites.run(sandbox, snapshot, repairs.files_of({"calc.py": repairs.FIXED}), suite)
 
-    assert asyncio.run(body()) == suites.Verdict(300, 300)
+    assert asyncio.run(body()) == suites.SuiteVerdict(300, 300)
 
 
 LIBRARY = """
@@ -191,8 +191,8 @@ def test_hidden_tests_use_the_repository_as_any_tests_do(judged):
     repository = {"src/library.py": LIBRARY}
     arguments = {"repository": repository, "tests": tests}
     verdict = judged({}, names=(*names, "tests.test_library.test_function"), **arguments)
-    assert verdict == suites.Verdict(7, 7)
-    assert judged({}, names=(f"{case}.test_skipped",), **arguments) == suites.Verdict(0, 1)
+    assert verdict == suites.SuiteVerdict(7, 7)
+    assert judged({}, names=(f"{case}.test_skipped",), **arguments) == suites.SuiteVerdict(0, 1)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_equal_repairs_are_judged_once(monkeypatch):
 
 def test_a_run_that_came_to_nothing_is_judged_anew_the_next_time(monkeypatch):
     """As the same files may pass where no one kills the process."""
-    befallen = iter([suites.Verdict(0, 3, "ended by signal 9"), suites.Verdict(0, 3, overdue=True)])
+    befallen = iter([suites.SuiteVerdict(0, 3, "ended by signal 9"), suites.SuiteVerdict(0, 3, overdue=True)])
     real = suites.run
 
     async def run(*arguments):

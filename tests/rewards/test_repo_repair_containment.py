@@ -160,12 +160,12 @@ def calling(code):
 
 @pytest.mark.parametrize("command", ["", repairs.COMMAND.replace("calc", "calls")], ids=["unittest", "command"])
 def test_an_exception_that_orders_the_runner_does_not_pass(judged, command):
-    assert judged({"calc.py": RAISES}, command, **calling(RAISES)) == suites.Verdict(1, 4)
+    assert judged({"calc.py": RAISES}, command, **calling(RAISES)) == suites.SuiteVerdict(1, 4)
 
 
 def test_an_exception_that_orders_pytest_does_not_pass(judged_by_pytest):
     code = RAISES + RAISES_OF_PYTEST
-    assert judged_by_pytest(code, **calling(code)) == suites.Verdict(1, 7)
+    assert judged_by_pytest(code, **calling(code)) == suites.SuiteVerdict(1, 7)
     assert judged_by_pytest("import pytest\ndef leave(): pytest.exit('later')\n", **calling("def leave")).passed == 0
 
 
@@ -195,12 +195,12 @@ class TestCalc(unittest.TestCase):
 def test_only_what_the_unchanged_repository_skips_excuses_a_test(judged):
     tests = {"test_calc.py": DECLARED}
     case = "test_calc.TestCalc"
-    assert judged({"calc.py": repairs.FIXED}, tests=tests, names=()) == suites.Verdict(3, 3)
-    assert judged({"calc.py": repairs.FIXED}, tests=tests, names=(f"{case}.test_never",)) == suites.Verdict(0, 1)
+    assert judged({"calc.py": repairs.FIXED}, tests=tests, names=()) == suites.SuiteVerdict(3, 3)
+    assert judged({"calc.py": repairs.FIXED}, tests=tests, names=(f"{case}.test_never",)) == suites.SuiteVerdict(0, 1)
     # The condition is the tested code's, and the unchanged repository passes the test.
     hidden = repairs.FIXED + "real = add\ndef add(a, b): return 3 if (a, b) == (1, 1) else real(a, b)\n"
     verdict = judged({"calc.py": hidden}, tests=tests, names=(), repository={"calc.py": repairs.FIXED})
-    assert verdict == suites.Verdict(2, 3)
+    assert verdict == suites.SuiteVerdict(2, 3)
 
 
 INACTIVE = """
@@ -278,8 +278,8 @@ def test_test_files_of_any_name_hold_control_tests(judged, judged_by_pytest):
 def test_what_is_planted_around_the_code_changes_nothing(judged, command):
     everything = {path: text for group in PLANTED.values() for path, text in group.items() if path != "tests"}
     del everything["tests/test_calc.py"]
-    assert judged({**everything, "calc.py": repairs.FIXED}, command) == suites.Verdict(3, 3)
-    assert judged(everything, command) == suites.Verdict(1, 3)
+    assert judged({**everything, "calc.py": repairs.FIXED}, command) == suites.SuiteVerdict(3, 3)
+    assert judged(everything, command) == suites.SuiteVerdict(1, 3)
     for name in ("a-file-where-the-tests-folder-must-be", "a-test-of-its-own-in-the-place-of-the-hidden-one"):
         assert not judged(PLANTED[name], command).solved
 
@@ -292,7 +292,7 @@ def test_a_module_in_the_place_of_a_package_is_none_of_the_repositorys(tmp_path)
 
     async def body(code):
         async with pool.Sandbox(repairs.LIMITS, warm=1, packages=(str(tmp_path),)) as sandbox:
-            snapshot = snapshots.Snapshot.of_texts(repairs.REPOSITORY)
+            snapshot = snapshots.RepositorySnapshot.of_texts(repairs.REPOSITORY)
             left = repairs.files_of({"calc.py": code, "checking.py": "def equal(*_): pass\n"})
             return await suites.run(sandbox, snapshot, left, repairs.suite(tests=tests, names=("test_calc.test_add",)))
 
@@ -324,21 +324,21 @@ UNASKED_BY_PYTEST = {
 @repairs.cases(UNASKED)
 def test_modules_that_the_repository_does_not_import_do_not_run(judged, made):
     repository = {**repairs.REPOSITORY, "difflib/notes.md": "", "secrets.py": ""}
-    assert judged(made, repository=repository) == suites.Verdict(1, 3)
+    assert judged(made, repository=repository) == suites.SuiteVerdict(1, 3)
 
 
 def test_modules_that_pytest_would_import_do_not_run(judged_by_pytest):
     tests = {**repairs.TESTS, "checks/test_sorting.py": "import graphlib\n"}
     task = {"files": UNASKED_BY_PYTEST, "tests": tests, "repository": {**repairs.REPOSITORY, "checks/__init__.py": ""}}
     verdict = judged_by_pytest(repairs.BROKEN, "checks", **task)
-    assert verdict == suites.Verdict(1, 3)
+    assert verdict == suites.SuiteVerdict(1, 3)
 
 
 def test_a_module_in_the_place_of_an_installed_one_does_not_run(judged):
     if subprocess.run([backends.INTERPRETER, "-I", "-c", "import pip"]).returncode:
         pytest.skip("this Python has no pip")
     tests = {**repairs.TESTS, "tests/test_calc.py": f"import pip\n{repairs.TESTS['tests/test_calc.py']}"}
-    assert judged({"pip.py": LEAVE, "pip/__init__.py": LEAVE}, tests=tests) == suites.Verdict(1, 3)
+    assert judged({"pip.py": LEAVE, "pip/__init__.py": LEAVE}, tests=tests) == suites.SuiteVerdict(1, 3)
 
 
 def test_a_new_package_may_have_modules_of_any_name_and_tests_next_to_them(judged):
@@ -357,8 +357,8 @@ def test_tests_that_the_tested_code_adds_do_not_count(judged):
     tests = {"tests/__init__.py": "", "tests/test_calc.py": f"_unittest = 1\n{lines}"}
     case = "import unittest\nclass Pad(unittest.TestCase):\n    def test_pad(self): pass\n"
     case += "Pad.__module__, Pad.__qualname__ = 'tests.test_calc', 'TestCalc.test_add'\n"
-    assert judged({"calc.py": repairs.BROKEN + case + PADDING}, tests=tests, names=()) == suites.Verdict(1, 3)
-    assert judged({"calc.py": repairs.FIXED}, tests=tests, names=()) == suites.Verdict(3, 3)
+    assert judged({"calc.py": repairs.BROKEN + case + PADDING}, tests=tests, names=()) == suites.SuiteVerdict(1, 3)
+    assert judged({"calc.py": repairs.FIXED}, tests=tests, names=()) == suites.SuiteVerdict(3, 3)
 
 
 FORGED = b'<testsuite><testcase classname="tests.test_calc.TestCalc" name="test_add"/></testsuite>'
@@ -391,8 +391,8 @@ def test_a_junit_report_that_pytest_did_not_write_is_deceit(judged_by_pytest, ma
 
 def test_pytest_reports_which_tests_passed(judged_by_pytest):
     noise = "print('PASSED tests/test_calc.py::TestCalc::test_add')\n"
-    assert judged_by_pytest(noise + repairs.BROKEN) == suites.Verdict(1, 3)
-    assert judged_by_pytest(noise + repairs.LEAVES + repairs.FIXED, "-s") == suites.Verdict(3, 3)
+    assert judged_by_pytest(noise + repairs.BROKEN) == suites.SuiteVerdict(1, 3)
+    assert judged_by_pytest(noise + repairs.LEAVES + repairs.FIXED, "-s") == suites.SuiteVerdict(3, 3)
 
 
 DECLARED_TO_PYTEST = """
@@ -410,13 +410,13 @@ def test_an_expected_failure_that_the_tested_code_causes_fails(judged_by_pytest)
     task = {"tests": {"tests/test_calc.py": DECLARED_TO_PYTEST}, "names": ()}
     made = "import pytest\ndef add(a, b): pytest.xfail('no')\n"
     # The unchanged repository fails as expected in one case, so the same outcome there is no fault of the code.
-    assert judged_by_pytest(repairs.BROKEN + made, **task) == suites.Verdict(1, 3)
+    assert judged_by_pytest(repairs.BROKEN + made, **task) == suites.SuiteVerdict(1, 3)
 
 
 def test_test_files_touched_while_a_command_runs_are_deceit(judged):
     code = repairs.FIXED + "open('conftest.py', 'w').write('pass')\n"
     verdict = judged({"calc.py": code}, repairs.COMMAND)
-    assert verdict == suites.Verdict(0, 3, "conftest.py was touched while the tests ran", deceit=True)
+    assert verdict == suites.SuiteVerdict(0, 3, "conftest.py was touched while the tests ran", deceit=True)
 
 
 def test_code_that_hangs_is_overdue_by_its_own_fault(judged):

@@ -169,11 +169,11 @@ def test_tasks_without_their_fix_have_no_demonstrations(written):
 def test_a_repository_that_is_none_is_refused(tmp_path):
     (tmp_path / "noise").write_text("noise")
     with pytest.raises(protocols.DataError, match="not readable as a tar"):
-        snapshots.Snapshot.read(tmp_path / "noise", 1000)
+        snapshots.RepositorySnapshot.read(tmp_path / "noise", 1000)
     with pytest.raises(protocols.DataError, match="no such directory or tar"):
-        snapshots.Snapshot.read(tmp_path / "nothing", 1000)
+        snapshots.RepositorySnapshot.read(tmp_path / "nothing", 1000)
     with pytest.raises(protocols.DataError, match="takes more than 3 bytes"):
-        snapshots.Snapshot.read(tmp_path, 3)
+        snapshots.RepositorySnapshot.read(tmp_path, 3)
 
 
 def test_a_reason_in_the_log_has_no_escapes_and_an_end():
@@ -194,7 +194,7 @@ def test_a_session_gives_its_regular_files_back():
     sandboxes.skip_without_bubblewrap()
 
     async def work(sandbox, session):
-        begun = snapshots.Snapshot.of_texts({"a/b.py": "1", "c": "2"}).pack()
+        begun = snapshots.RepositorySnapshot.of_texts({"a/b.py": "1", "c": "2"}).pack()
         await session.begin(begun)
         untouched = await session.save(10_000)
         await session.shell("echo 3 >d; chmod +x d; rm c; ln -s d e; mkfifo f; mkdir g; ln d h")
@@ -217,7 +217,7 @@ def test_an_examination_gets_a_sandbox_that_served_nothing_and_serves_nothing_af
         async with pool.Sandbox(sandboxes.SMALL, warm=1) as sandbox:
             await sandbox.run("1")
             kept = list(sandbox._idle)
-            files = snapshots.Snapshot.of_texts({"f": "x"}).pack()
+            files = snapshots.RepositorySnapshot.of_texts({"f": "x"}).pack()
             outcome = await sandbox.examine(files, "print(open('f').read())", 2.0)
             return outcome, kept, [live for live in sandbox._live if live not in sandbox._idle]
 

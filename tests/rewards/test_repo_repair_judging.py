@@ -27,7 +27,7 @@ def in_sandbox(work):
 
     async def body():
         async with pool.Sandbox(repairs.LIMITS, warm=1) as sandbox:
-            snapshot = snapshots.Snapshot.of_texts(repairs.REPOSITORY)
+            snapshot = snapshots.RepositorySnapshot.of_texts(repairs.REPOSITORY)
 
             async def judge(texts, suite, known):
                 files = repairs.files_of({**repairs.REPOSITORY, **texts})
@@ -40,7 +40,7 @@ def in_sandbox(work):
 
 def killing(monkeypatch, kind, deaths):
     """Has the next `deaths[0]` sandboxes that are asked for `kind` die from outside."""
-    real = pool.worker.Worker.call
+    real = pool.worker.SandboxWorker.call
 
     async def call(self, asked, *arguments, **keywords):
         if asked == kind and deaths[0] > 0:
@@ -49,7 +49,7 @@ def killing(monkeypatch, kind, deaths):
             await self.process.wait()
         return await real(self, asked, *arguments, **keywords)
 
-    monkeypatch.setattr(pool.worker.Worker, "call", call)
+    monkeypatch.setattr(pool.worker.SandboxWorker, "call", call)
 
 
 def test_findings_without_a_result_are_not_kept():
@@ -93,7 +93,7 @@ def test_a_kill_from_outside_while_files_are_unpacked_is_the_machines(deaths, mo
         return await judge(FIXED, repairs.suite(), {})
 
     if deaths == 1:
-        assert in_sandbox(work) == suites.Verdict(3, 3)
+        assert in_sandbox(work) == suites.SuiteVerdict(3, 3)
     else:
         with pytest.raises(protocols.WorkerLost, match="while files were unpacked") as caught:
             in_sandbox(work)
@@ -103,13 +103,13 @@ def test_a_kill_from_outside_while_files_are_unpacked_is_the_machines(deaths, mo
 @pytest.mark.parametrize(
     "outcome",
     [
-        limits.Outcome("timeout", "[no end after 60 s]", 60.0, "all", broken=True),
-        limits.Outcome("failure", "[the sandbox ended: more than 512 MiB of memory]", 1.0, "all", by_code=True),
+        limits.SandboxOutcome("timeout", "[no end after 60 s]", 60.0, "all", broken=True),
+        limits.SandboxOutcome("failure", "[the sandbox ended: more than 512 MiB of memory]", 1.0, "all", by_code=True),
     ],
     ids=["overdue", "memory"],
 )
 def test_files_that_cannot_be_unpacked_are_the_policys(monkeypatch, outcome):
-    real, loads = pool.worker.Worker.call, []
+    real, loads = pool.worker.SandboxWorker.call, []
 
     async def call(self, kind, *arguments, **keywords):
         if kind == "load":
@@ -118,7 +118,7 @@ def test_files_that_cannot_be_unpacked_are_the_policys(monkeypatch, outcome):
                 return outcome
         return await real(self, kind, *arguments, **keywords)
 
-    monkeypatch.setattr(pool.worker.Worker, "call", call)
+    monkeypatch.setattr(pool.worker.SandboxWorker, "call", call)
 
     async def work(judge):
         return await judge(FIXED, repairs.suite(), {})
@@ -143,7 +143,7 @@ def test_a_report_of_some_mebibytes_comes_whole(judged):
 
 def test_a_report_that_is_too_long_is_no_deceit(judged):
     verdict = judged(FIXED, tests=long_names(9), names=())
-    assert verdict == suites.Verdict(0, 0, "the tests' report takes more than 8 MiB")
+    assert verdict == suites.SuiteVerdict(0, 0, "the tests' report takes more than 8 MiB")
 
 
 def test_a_group_that_ends_together_runs_the_repository_once(monkeypatch):
@@ -164,14 +164,14 @@ def test_a_group_that_ends_together_runs_the_repository_once(monkeypatch):
         known = {}
         return await asyncio.gather(*(judge(FIXED, repairs.suite(names=()), known) for _ in range(3)))
 
-    assert in_sandbox(work) == [suites.Verdict(3, 3)] * 3
+    assert in_sandbox(work) == [suites.SuiteVerdict(3, 3)] * 3
     assert len(runs) == 3 + 1
     assert threading.main_thread() not in threads
 
 
 def test_verdicts_of_another_unchanged_repository_are_not_taken():
     texts = (repairs.REPOSITORY, {**repairs.REPOSITORY, **FIXED})
-    first, second = (snapshots.Snapshot.of_texts(files) for files in texts)
+    first, second = (snapshots.RepositorySnapshot.of_texts(files) for files in texts)
     workspace, suite = {**first.files, **repairs.files_of(FIXED)}, repairs.suite(names=())
     assert suites.digest(first, workspace, suite) != suites.digest(second, workspace, suite)
 
@@ -187,11 +187,11 @@ class Slow:
     async def examine(self, files, code, seconds):
         self.runs.append(seconds)
         await asyncio.sleep(0.07)
-        return limits.Outcome("failure", "[ended by signal 9]", 0.001)
+        return limits.SandboxOutcome("failure", "[ended by signal 9]", 0.001)
 
 
 def test_the_start_of_a_sandbox_counts_for_the_time_of_the_next():
     sandbox = Slow()
-    snapshot = snapshots.Snapshot.of_texts(repairs.REPOSITORY)
+    snapshot = snapshots.RepositorySnapshot.of_texts(repairs.REPOSITORY)
     verdict = asyncio.run(suites.run(sandbox, snapshot, repairs.files_of(FIXED), repairs.suite()))
     assert (verdict.solved, sandbox.runs) == (False, [0.1])

@@ -102,9 +102,9 @@ def test_a_policys_sandbox_that_ends_itself_is_its_own_doing_and_a_killed_one_is
 
     async def save(self, most_bytes):
         ended = next(by_code)
-        return limits.Outcome("failure", "[the sandbox ended]", 0.1, "all", broken=not ended, by_code=ended)
+        return limits.SandboxOutcome("failure", "[the sandbox ended]", 0.1, "all", broken=not ended, by_code=ended)
 
-    monkeypatch.setattr(pool.Session, "save", save)
+    monkeypatch.setattr(pool.SandboxSession, "save", save)
 
     async def work(tools):
         environment = repo_repair.environment(tools, prompt="Try: {issue}")
@@ -150,15 +150,15 @@ def test_the_tests_are_in_no_sandbox_of_the_policy(task):
 @pytest.mark.parametrize(
     ("deaths", "verdict"),
     [
-        (1, suites.Verdict(3, 3)),
-        (2, suites.Verdict(0, 3, "ended the sandbox: [the sandbox ended]", broke=True)),
+        (1, suites.SuiteVerdict(3, 3)),
+        (2, suites.SuiteVerdict(0, 3, "ended the sandbox: [the sandbox ended]", broke=True)),
         (4, None),
     ],
 )
 def test_sandboxes_that_die_under_the_tests(deaths, verdict, monkeypatch):
     """One death is tried again. Two are the policy's if the unchanged repository survives, else the machine's."""
     sandboxes.skip_without_bubblewrap()
-    real, begun = pool.worker.Worker.call, []
+    real, begun = pool.worker.SandboxWorker.call, []
 
     async def call(self, kind, *arguments, **keywords):
         if kind == "run":
@@ -167,11 +167,11 @@ def test_sandboxes_that_die_under_the_tests(deaths, verdict, monkeypatch):
                 asyncio.get_running_loop().call_later(0.02, self.process.kill)
         return await real(self, kind, *arguments, **keywords)
 
-    monkeypatch.setattr(pool.worker.Worker, "call", call)
+    monkeypatch.setattr(pool.worker.SandboxWorker, "call", call)
 
     async def body():
         async with pool.Sandbox(repairs.LIMITS, warm=1) as sandbox:
-            snapshot = snapshots.Snapshot.of_texts(repairs.REPOSITORY)
+            snapshot = snapshots.RepositorySnapshot.of_texts(repairs.REPOSITORY)
             return await suites.run(sandbox, snapshot, repairs.files_of({"calc.py": repairs.FIXED}), repairs.suite())
 
     if verdict is None:
@@ -196,7 +196,7 @@ def archive(*members):
 
 
 def taken_over(content):
-    return snapshots.taken_over(limits.Outcome("success", "", 0.0, archive=content), 10_000)
+    return snapshots.taken_over(limits.SandboxOutcome("success", "", 0.0, archive=content), 10_000)
 
 
 def test_of_an_archive_only_regular_files_inside_are_taken_over():
@@ -245,11 +245,11 @@ def tar_with(kind, size):
 def test_a_tar_that_describes_a_file_at_length_is_refused_unread(tmp_path, kind):
     (tmp_path / "large.tar.gz").write_bytes(tar_with(kind, 2**23))
     (tmp_path / "small.tar.gz").write_bytes(tar_with(kind, 900))
-    assert len(snapshots.Snapshot.read(tmp_path / "small.tar.gz", 10_000).files) == 1
+    assert len(snapshots.RepositorySnapshot.read(tmp_path / "small.tar.gz", 10_000).files) == 1
     tracemalloc.start()
     try:
         with pytest.raises(protocols.DataError, match="names and descriptions of its members take too many bytes"):
-            snapshots.Snapshot.read(tmp_path / "large.tar.gz", 10_000)
+            snapshots.RepositorySnapshot.read(tmp_path / "large.tar.gz", 10_000)
         assert tracemalloc.get_traced_memory()[1] < 2**22
     finally:
         tracemalloc.stop()
@@ -259,10 +259,10 @@ def test_many_descriptions_of_files_are_refused_together(tmp_path):
     one = gzip.decompress(tar_with(tarfile.XGLTYPE, 60_000))[: -10240 + 1024]
     (tmp_path / "many.tar.gz").write_bytes(gzip.compress(one * 300))
     with pytest.raises(protocols.DataError, match="names and descriptions"):
-        snapshots.Snapshot.read(tmp_path / "many.tar.gz", 2**20)
+        snapshots.RepositorySnapshot.read(tmp_path / "many.tar.gz", 2**20)
 
 
 def test_a_tar_of_files_with_holes_is_refused(tmp_path):
     (tmp_path / "holes.tar").write_bytes(archive(("calc.py", tarfile.GNUTYPE_SPARSE, b"")))
     with pytest.raises(protocols.DataError, match="files with holes"):
-        snapshots.Snapshot.read(tmp_path / "holes.tar", 10_000)
+        snapshots.RepositorySnapshot.read(tmp_path / "holes.tar", 10_000)

@@ -394,7 +394,7 @@ def test_the_users_own_functions_score_an_example_in_another_process():
         "made_up": of("reported", metric="moves"),
         "raises": of("failing"),
     }
-    example = trial.Example(TASK, scoring.Transcript("hello", "408"))
+    example = trial.TrialRollout(TASK, scoring.Transcript("hello", "408"))
     scored = trial.functions(config_lib.RewardConfig(functions=functions), example)
     assert [one.name for one in scored if one.failed] == ["bad", "raises"]
     found = {one.name: one.outcome for one in scored}
@@ -417,7 +417,7 @@ def test_a_function_that_hangs_on_the_example_is_told_of_by_its_name(allowed, tr
     monkeypatch.setattr(trial, "TRY_SECONDS", tried)
     monkeypatch.setattr(actors, "CLOSE_SECONDS", 0.5)
     reward = config_lib.RewardConfig(functions={"hangs": of("hanging")}, seconds=allowed)
-    example = trial.Example(TASK, scoring.Transcript("hello", "408"))
+    example = trial.TrialRollout(TASK, scoring.Transcript("hello", "408"))
     (hung,) = trial.functions(reward, example)
     assert (hung.name, hung.failed, hung.slow) == ("hangs", fails, not fails)
     assert hung.outcome.problem.startswith(f"took more than {min(allowed, tried):g} s")

@@ -94,7 +94,9 @@ def test_a_worker_whose_events_cannot_be_sent_breaks_its_connection():
         yield rollouts.RolloutAgent(make_environment=lambda: None, tokenizer=None)
 
     async def body():
-        made = loop_worker.Worker(config_lib.RunConfig(), inprocess.InProcessCluster(), Path(), opened, "127.0.0.1")
+        made = loop_worker.LoopWorkerActor(
+            config_lib.RunConfig(), inprocess.InProcessCluster(), Path(), opened, "127.0.0.1"
+        )
         await made.start(asyncio.get_running_loop().time())
         address = await made.listen()
         assert address is not None

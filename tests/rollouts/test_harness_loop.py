@@ -59,7 +59,7 @@ def run(body, *, writer=None, trajectory=None, reward=None, make=Asking, **limit
                 reward=reward,
             ),
             harness,
-            harness_loop.Host(gateway, doubles.Characters),
+            harness_loop.SessionResources(gateway, doubles.Characters),
         )
 
     try:
@@ -329,7 +329,9 @@ def attempts(body, retries=3, notes=None):
         config=run_config, clock=lambda: 0.0, recorder=types.SimpleNamespace(note=notes.append)
     )
     agent = rollouts.RolloutAgent(
-        make_environment=make, tokenizer=doubles.CHARACTERS, host=harness_loop.Host(gateway, doubles.Characters)
+        make_environment=make,
+        tokenizer=doubles.CHARACTERS,
+        host=harness_loop.SessionResources(gateway, doubles.Characters),
     )
     trajectory = protocols.Trajectory("task/0", "task")
     order = protocols.RolloutOrder(trajectory, TASK, "group", 0, 1.0)

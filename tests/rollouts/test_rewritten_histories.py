@@ -46,8 +46,8 @@ class CallingFormat(doubles.Characters):
         return CallParser(context)
 
 
-def opened(writer, trajectory, **limits) -> session.Session:
-    return session.Session(
+def opened(writer, trajectory, **limits) -> session.RolloutSession:
+    return session.RolloutSession(
         trajectory,
         form=CallingFormat(),
         sampler=writer,

@@ -29,8 +29,8 @@ def echo(context: str) -> str:
     return f"out{len(context)}"
 
 
-def opened(writer=None, trajectory=None, *, forgets=False, late=False, **limits) -> session.Session:
-    return session.Session(
+def opened(writer=None, trajectory=None, *, forgets=False, late=False, **limits) -> session.RolloutSession:
+    return session.RolloutSession(
         trajectory if trajectory is not None else protocols.Trajectory("task/0", "task"),
         form=doubles.Characters(forgets=forgets, late=late),
         sampler=writer or doubles.Writer(echo),
@@ -39,7 +39,7 @@ def opened(writer=None, trajectory=None, *, forgets=False, late=False, **limits)
     )
 
 
-async def ask(one: session.Session, *messages: protocols.Message, **more) -> protocols.Reply:
+async def ask(one: session.RolloutSession, *messages: protocols.Message, **more) -> protocols.Reply:
     last = None
     async for item in one.reply(protocols.ChatRequest(messages, **more)):
         last = item
@@ -305,7 +305,7 @@ def test_tokens_that_no_harness_saw_are_not_trained():
     asyncio.run(test())
 
 
-async def _scripted(one: session.Session) -> list[protocols.Reply]:
+async def _scripted(one: session.RolloutSession) -> list[protocols.Reply]:
     """A harness that summarises its history and asks a child."""
     first = await ask(one, user("plan"))
     second = await ask(one, user("plan"), first.message, tool("data"))
@@ -434,7 +434,7 @@ def test_another_temperature_is_counted_or_refused():
         one = opened()
         await ask(one, user("x"), temperature=0.3)
         assert one.hints == {"temperature": 1}
-        strict = session.Session(
+        strict = session.RolloutSession(
             protocols.Trajectory("task/0", "task"),
             form=doubles.Characters(),
             sampler=doubles.Writer(echo),

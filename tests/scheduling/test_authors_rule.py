@@ -63,7 +63,7 @@ def test_one_finished_rollout_of_the_prompt_is_enough_to_follow():
     arrive(scheduler, "now")
     assert come_back(scheduler, "now", LONG) == "c"
     arrive(scheduler, "unseen")
-    # The root of the prompt's tree says 5,000 as well: a state that nobody met is answered by it.
+    # The root of the prompt's tree says 5,000 as well: a state that no one met is answered by it.
     assert come_back(scheduler, "unseen", SHORT) == "c"
 
 

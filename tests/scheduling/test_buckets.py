@@ -16,23 +16,23 @@ CONTEXTS = st.lists(
 QUEUES = st.lists(st.tuples(st.sampled_from(["join", "leave", "longest"]), st.integers(0, 3)), max_size=120)
 
 
-def servers() -> list[buckets.Server]:
+def servers() -> list[buckets.InstanceQueue]:
     made = []
     for place, slots in enumerate(SLOTS):
         instance = protocols.Instance(f"engine-{place}", 1, slots)
-        made.append(buckets.Server(instance, place, buckets.Queue(buckets.ORDERS["fcfs"])))
+        made.append(buckets.InstanceQueue(instance, place, buckets.Queue(buckets.ORDERS["fcfs"])))
         made[-1].announce(instance, place)
     return made
 
 
-def bucket_of(items: list[buckets.Server], busy) -> buckets.Bucket:
+def bucket_of(items: list[buckets.InstanceQueue], busy) -> buckets.Bucket:
     bucket = buckets.Bucket(0, buckets.Queue(buckets.ORDERS["fcfs"]), busy)
     for server in items:
         bucket.add(server)
     return bucket
 
 
-def check(bucket: buckets.Bucket, items: list[buckets.Server], busy) -> None:
+def check(bucket: buckets.Bucket, items: list[buckets.InstanceQueue], busy) -> None:
     free = [server for server in items if not server.full]
     assert bucket.free == sum(server.slots - server.load for server in items)
     if free:
@@ -56,7 +56,7 @@ def test_the_least_loaded_instance_is_the_one_that_a_look_at_all_finds(events):
 
 @hypothesis.given(CONTEXTS)
 def test_so_is_the_one_with_the_least_context_which_changes_apart_from_the_load(events):
-    def busy(server: buckets.Server) -> float:
+    def busy(server: buckets.InstanceQueue) -> float:
         return server.context
 
     items = servers()

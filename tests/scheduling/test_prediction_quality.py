@@ -19,7 +19,7 @@ def rollout(prompt, step, turns):
     """Turns as (tokens, tool, status, payload); the last one's return ends it."""
     generated = tuple(tokens for tokens, *_ in turns)
     returns = tuple(protocols.CausalState(tool, payload, status) for _, tool, status, payload in turns[:-1])
-    return prediction_quality.Rollout(prompt, step, generated, returns)
+    return prediction_quality.RecordedRollout(prompt, step, generated, returns)
 
 
 def world(left, steps=12, size=32, seed=0):
@@ -143,7 +143,9 @@ def test_a_single_step_has_states_but_no_verdict():
 def test_an_output_without_a_call_is_the_environments_return_as_in_the_agent_loop():
     record = {"prompt_id": "p", "turns": [{"generated_tokens": 3, "payload_tokens": 9}, {"generated_tokens": 4}]}
     (read,) = prediction_quality.rollouts(record)
-    assert read == prediction_quality.Rollout("p", None, (3, 4), (protocols.CausalState("environment", 9, "success"),))
+    assert read == prediction_quality.RecordedRollout(
+        "p", None, (3, 4), (protocols.CausalState("environment", 9, "success"),)
+    )
 
 
 @pytest.mark.parametrize("payload", [0, 1, 63, 64, 127, 128, 5000, 100_000, 2**17, 2**20])

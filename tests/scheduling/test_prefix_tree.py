@@ -127,7 +127,7 @@ def test_a_merge_holds_both_windows_our_own_latest_first_to_stay(first, second):
 
 @hypothesis.given(st.lists(st.integers(0, 100), min_size=1, max_size=30), st.floats(0.01, 1.0), st.integers(1, 100))
 def test_statistics_are_those_of_the_sorted_window(samples, level, since):
-    node = prefix_tree.Node()
+    node = prefix_tree.PathNode()
     for stamp, sample in enumerate(samples):
         node.add(sample, 12, stamp, 100.0)
     window = sorted(samples[-12:])

@@ -107,7 +107,7 @@ def test_requests_go_on_turn_by_turn_though_no_cache_has_room_for_two():
     live, turns = set("abcd"), 0
     running = [request for name in "abcd" for request in arrive(scheduler, name) and [name]]
     while live:
-        assert running, "nothing decodes, and nobody's tool runs"
+        assert running, "nothing decodes, and no one's tool runs"
         name, turns = running.pop(0), turns + 1
         generated = 5 * turns
         if turns % 5:

@@ -18,7 +18,7 @@ OTHER = {"success": "failure", "failure": "success"}
 SIBLINGS = 4
 
 
-def observed(known: evidence.Evidence, prompt: str, status: str, before: int) -> paths.Track:
+def observed(known: evidence.Evidence, prompt: str, status: str, before: int) -> paths.RequestTrack:
     """A request that called a tool after so many tokens."""
     track = known.start(prompt, 0)
     known.observe(track, protocols.CausalState("bash", 100, status), before)

@@ -11,7 +11,7 @@ from libra_jax.scheduling import costs, registry
 
 DECODES = protocols.Instance("decodes", 2, 8, accelerator="h20")
 READS = protocols.Instance("reads", 2, 8, accelerator="h800")
-SPEEDS = {name: costs.Speed(*speed) for name, speed in hardware.speeds(("h800", "h20"), "").items()}
+SPEEDS = {name: costs.AcceleratorSpeed(*speed) for name, speed in hardware.speeds(("h800", "h20"), "").items()}
 
 
 def taught(policy: str, payload: int) -> protocols.Scheduler:

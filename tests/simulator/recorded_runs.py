@@ -23,7 +23,7 @@ ENGINES = {
 }
 TRAIN = measured_costs.TrainCosts(0.2, 40e-6)
 UPDATE = measured_costs.UpdateCosts(0.03, 0.05)
-MODEL = measured_costs.Calibration(ENGINES, train=TRAIN, update=UPDATE, rows=rows.Shape((8192,), 1))
+MODEL = measured_costs.Calibration(ENGINES, train=TRAIN, update=UPDATE, rows=rows.RowShape((8192,), 1))
 
 
 class FileRecorder(results.StepRecorder):

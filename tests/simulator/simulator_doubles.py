@@ -27,13 +27,15 @@ def turn(generated: int, payload: int = 10, seconds: float = 0.5) -> protocols.T
     return protocols.Turn(generated, "look", "success", payload, seconds)
 
 
-def attempt(name: str, prompt: int, turns: list[protocols.Turn]) -> trajectory.Trajectory:
-    made = trajectory.Trajectory(name, name.partition("/")[0], script=scripts.Script(prompt, tuple(turns)))
+def attempt(name: str, prompt: int, turns: list[protocols.Turn]) -> trajectory.CountedTrajectory:
+    made = trajectory.CountedTrajectory(name, name.partition("/")[0], script=scripts.Script(prompt, tuple(turns)))
     made.append_text(trajectory.Runs([(trajectory.TEXT, prompt)]), protocols.TokenSource.PROMPT)
     return made
 
 
-def make_engine(name: str = "engine-0", kind: type[engine.Engine] = engine.Engine, **changes: Any) -> engine.Engine:
+def make_engine(
+    name: str = "engine-0", kind: type[engine.SimulatedEngine] = engine.SimulatedEngine, **changes: Any
+) -> engine.SimulatedEngine:
     values: dict[str, Any] = {
         "degree": 1,
         "slots": 64,
@@ -46,7 +48,7 @@ def make_engine(name: str = "engine-0", kind: type[engine.Engine] = engine.Engin
     return kind(name, **{**values, **changes})
 
 
-class Watched(engine.Engine):
+class Watched(engine.SimulatedEngine):
     """Checks its accounts whenever steps are planned."""
 
     def _plan(self, steps: int) -> None:
@@ -62,13 +64,13 @@ class Watched(engine.Engine):
         super()._plan(steps)
 
 
-async def serve(made: engine.Engine, version: int = 0) -> None:
+async def serve(made: engine.SimulatedEngine, version: int = 0) -> None:
     """Starts an engine and gives it its first weights in no time."""
     await made.start()
     made._version = version
 
 
-async def take_turn(made: engine.Engine, whose: trajectory.Trajectory) -> protocols.FinishReason:
+async def take_turn(made: engine.SimulatedEngine, whose: trajectory.CountedTrajectory) -> protocols.FinishReason:
     """Streams one output into the trajectory, as the dispatcher does."""
     request = protocols.GenerationRequest(whose.trajectory_id, whose.context(), SAMPLING)
     async for delta in made.generate(request):
@@ -130,7 +132,7 @@ SIMULATION = world.SimulationConfig(model="Qwen3-0.6B", train_devices=4, longest
 """Runs of `run_config` end within hundreds of seconds, without faults: one that takes the longest is a deadlock."""
 
 
-def check_whole(result: results.Result, config: config_lib.RunConfig) -> None:
+def check_whole(result: results.SimulationResult, config: config_lib.RunConfig) -> None:
     """Every prompt admitted was trained once, or reported as replaced, within the staleness bound."""
     limits = config.coordinator
     assert len(result.step_seconds) == config.steps
@@ -151,7 +153,7 @@ class Trained(results.TraceRecorder):
         """Returns step and prompt of each trained rollout, in order."""
         return sorted((record["step"], record["prompt_id"]) for record in self.trace)
 
-    def check(self, result: results.Result, config: config_lib.RunConfig) -> None:
+    def check(self, result: results.SimulationResult, config: config_lib.RunConfig) -> None:
         """Each group was trained whole and once; without replacements, the run's first groups, each in its step."""
         groups, size = config.coordinator.groups_per_step, config.coordinator.group_size
         names = [record["trajectory_id"] for record in self.trace]
@@ -177,7 +179,7 @@ def recycled(seed: int, staleness: int) -> dict[str, Any]:
     return {"redundancy": 0.5, "recycle": True} if recycle else {}
 
 
-def simulate(config: config_lib.RunConfig, seed: int = 0, **more: Any) -> results.Result:
+def simulate(config: config_lib.RunConfig, seed: int = 0, **more: Any) -> results.SimulationResult:
     return simulate_workload(config, SeededWorkload(seed), seed, **more)
 
 
@@ -187,7 +189,7 @@ def simulate_workload(
     seed: int = 0,
     simulation: world.SimulationConfig | None = None,
     **more: Any,
-) -> results.Result:
+) -> results.SimulationResult:
     def make(scheduling: request_costs.SchedulingCosts, remaining: world.Remaining) -> protocols.Scheduler:
         return registry.create(config.scheduler, costs=scheduling, remaining=remaining, seed=seed)
 

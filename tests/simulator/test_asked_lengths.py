@@ -42,13 +42,13 @@ def test_a_pair_that_no_log_normal_has_is_refused(pair):
 )
 def test_a_length_that_is_none_is_refused_by_its_flag(wanted, name):
     with pytest.raises(protocols.ConfigError, match=f"--{name}: .* out of range"):
-        scripts.Wanted(**wanted)
+        scripts.RequestedLengths(**wanted)
 
 
 @pytest.mark.parametrize("shape", ["swe", "search", "math"])
 def test_attempts_get_the_lengths_and_keep_their_order_and_turns(shape):
     before = drawn(shape)
-    after = scripts.reshaped(before, scripts.Wanted(scripts.LogNormal.fitted(4000, 7000)))
+    after = scripts.reshaped(before, scripts.RequestedLengths(scripts.LogNormal.fitted(4000, 7000)))
     assert statistics.fmean(script.generated_tokens for script in after) == pytest.approx(4000, rel=2e-3)
     order = sorted(range(len(before)), key=lambda index: before[index].generated_tokens)
     sizes = [after[index].generated_tokens for index in order]
@@ -57,7 +57,7 @@ def test_attempts_get_the_lengths_and_keep_their_order_and_turns(shape):
 
 
 def test_turns_returns_and_prompts_are_those_asked_for():
-    wanted = scripts.Wanted(600.0, turns=4, payload_tokens=250, prompt_tokens=77)
+    wanted = scripts.RequestedLengths(600.0, turns=4, payload_tokens=250, prompt_tokens=77)
     after = scripts.reshaped(drawn("search"), wanted)
     assert statistics.fmean(script.generated_tokens for script in after) == pytest.approx(600, rel=0.01)
     for script in after:
@@ -68,7 +68,7 @@ def test_turns_returns_and_prompts_are_those_asked_for():
 
 
 def test_fewer_tokens_than_turns_leave_turns_out():
-    after = scripts.reshaped(drawn("swe"), scripts.Wanted(3.0))
+    after = scripts.reshaped(drawn("swe"), scripts.RequestedLengths(3.0))
     assert all(len(script.turns) <= script.generated_tokens for script in after)
 
 
@@ -78,4 +78,4 @@ def test_fewer_tokens_than_turns_leave_turns_out():
 )
 def test_what_one_turn_cannot_have_is_refused(wanted):
     with pytest.raises(protocols.ConfigError, match=r"--(payload_tokens|turns): "):
-        scripts.reshaped(drawn("math"), scripts.Wanted(**wanted))
+        scripts.reshaped(drawn("math"), scripts.RequestedLengths(**wanted))

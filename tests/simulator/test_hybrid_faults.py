@@ -19,25 +19,25 @@ import simulator_doubles as doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.hybrid import hybrid, switching
-from libra_jax.hybrid.pool import State
+from libra_jax.hybrid.pool import WorkerState
 from libra_jax.scheduling import registry
 from libra_jax.simulator import faults, results, world
 from libra_jax.trainer_control import resize
 
 
 class Restless:
-    """In place of `switching.Switching`: whoever may change sides may be told to, after any step."""
+    """Instead of `switching.Switching`: whoever may change sides may be told to, after any step."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def look(self, sight: switching.Sight) -> switching.Decision:
+    def look(self, sight: switching.Sight) -> switching.SwitchDecision:
         if not sight.workers or self._rng.random() < 0.3:
-            return switching.Decision(sight.step, "stay", (), "", 1.0, 1.0)
+            return switching.SwitchDecision(sight.step, "stay", (), "", 1.0, 1.0)
         kind = self._rng.choice(["to_rollout" if worker.trains else "to_training" for worker in sight.workers])
         able = [worker.name for worker in sight.workers if worker.trains == (kind == "to_rollout")]
         workers = tuple(self._rng.sample(able, self._rng.randint(1, len(able))))
-        return switching.Decision(sight.step, kind, workers, "chance", 1.0, 1.0)
+        return switching.SwitchDecision(sight.step, kind, workers, "chance", 1.0, 1.0)
 
 
 BREAKABLE = ("draining", "fetching", "warming", "joining", "training", "leaving", "activating")
@@ -102,7 +102,7 @@ def case(seed: int) -> Case:
 
 def simulate(
     seed: int, made: Case, make_handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
-) -> tuple[results.Result, doubles.Trained]:
+) -> tuple[results.SimulationResult, doubles.Trained]:
     def scheduler(costs, remaining):
         return registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, kinds=((1, ""),))
 
@@ -121,7 +121,7 @@ def simulate(
     return result, recorder
 
 
-class Checked(faults.Trainer):
+class Checked(faults.FaultyTrainer):
     """Checks that what the core and the members computed makes up each batch exactly once."""
 
     async def train_step(
@@ -143,7 +143,7 @@ class Watched(hybrid.HybridWorkers):
     def devices(self) -> dict[str, int]:
         for worker in self.pool.workers:
             engine = self._engines.engines[worker.name]
-            if worker.state in (State.FETCHING, State.WARMING, State.JOINING, State.TRAINING):
+            if worker.state in (WorkerState.FETCHING, WorkerState.WARMING, WorkerState.JOINING, WorkerState.TRAINING):
                 assert engine.state != "serving", f"{worker} serves"
         return super().devices()
 

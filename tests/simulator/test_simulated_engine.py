@@ -121,7 +121,7 @@ def test_a_fluid_ends_each_turn_when_the_token_by_token_reference_does(jobs, slo
 
 @given(st.floats(1e-4, 1.0), st.floats(0, 1e-6), st.integers(0, 10**6), st.integers(0, 300), st.floats(0, 500.0))
 def test_the_closed_form_of_steps_inverts_their_time(fixed, per_context, context, decoding, seconds):
-    pace = requests.Pace(fixed, per_context, context, decoding)
+    pace = requests.BatchPace(fixed, per_context, context, decoding)
     steps = pace.steps(seconds)
     assert pace.seconds(steps) <= seconds < pace.seconds(steps + 1)
     singly = sum(fixed + per_context * (context + decoding * step) for step in range(min(steps, 200)))
@@ -313,7 +313,7 @@ def test_a_slow_node_takes_its_factor_longer():
         made = doubles.make_engine()
         made.slowdown = factor
 
-        async def main(made: engine.Engine = made) -> float:
+        async def main(made: engine.SimulatedEngine = made) -> float:
             await doubles.serve(made)
             await doubles.take_turn(made, doubles.attempt("0/0", 100, [doubles.turn(50)]))
             return asyncio.get_running_loop().time()
@@ -336,7 +336,7 @@ def test_an_output_longer_than_its_limit_ends_for_length():
 
 def test_a_cache_smaller_than_one_context_is_refused():
     with pytest.raises(protocols.ConfigError, match=r"rollout\.max_context: 10000 tokens do not fit"):
-        engine.Engine(
+        engine.SimulatedEngine(
             "engine-0",
             degree=1,
             slots=4,

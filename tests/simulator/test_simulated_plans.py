@@ -27,7 +27,7 @@ def make(steps: int = 14, **planner) -> settings.SimulatedRun:
     return comparison.prepare(config_lib.checked(config), ["cmlfq"])
 
 
-def moves(result: results.Result) -> int:
+def moves(result: results.SimulationResult) -> int:
     return sum(bool(decision["moved"]) for decision in result.decisions)
 
 

@@ -16,9 +16,9 @@ def on_clock(work, count):
     """Runs `work(trainer, replica, batch)` with a replica that has joined and `count` trajectories to train on."""
 
     async def main():
-        channels, model = training_side.Channels(), doubles.model()
-        core = trainer.Trainer(model, 1, trainer.TrainingLog(), channels=channels, late_seconds=100.0)
-        made = training_side.TrainingSide(
+        channels, model = training_side.SimulatedChannels(), doubles.model()
+        core = trainer.SimulatedTrainer(model, 1, trainer.TrainingLog(), channels=channels, late_seconds=100.0)
+        made = training_side.SimulatedTrainingSide(
             "r", devices=1, model=model, channels=channels, train_seconds=lambda lengths: float(len(lengths))
         )
         address = await core.listen("r", 1)

@@ -27,7 +27,7 @@ DEEP = scripts.Script(
     100,
     (call(20, 30), call(5, 7, 3.0), call(40, 50), protocols.Turn(9), call(8, 6), protocols.Turn(11)),
     None,
-    (scripts.Segment(0, 60, 25), scripts.Segment(0, 100, 15)),
+    (scripts.ScriptedSegment(0, 60, 25), scripts.ScriptedSegment(0, 100, 15)),
     (0, 0, 1, 1, 0, 2),
 )
 """A first segment; a sub-agent that shares 60 tokens; the first again; and a summary after the prompt of 100."""
@@ -57,11 +57,11 @@ class SeededSegments:
             turns.append(call(rng.randint(1, 90), rng.randint(0, 80), rng.expovariate(2.0)))
             places.append(main)
             if rng.random() < 0.3:
-                segments.append(scripts.Segment(0, 40, rng.randint(1, 30)))
+                segments.append(scripts.ScriptedSegment(0, 40, rng.randint(1, 30)))
                 turns += [call(rng.randint(1, 30)), protocols.Turn(rng.randint(1, 20))]
                 places += [len(segments)] * 2
             if rng.random() < 0.2:
-                segments.append(scripts.Segment(0, 100, rng.randint(5, 50)))
+                segments.append(scripts.ScriptedSegment(0, 100, rng.randint(5, 50)))
                 main = len(segments)
         turns.append(protocols.Turn(rng.randint(1, 60)))
         places.append(main)
@@ -93,7 +93,7 @@ def alone(script: scripts.Script, **changes: Any) -> tuple[Any, Any]:
     """Runs one rollout a step on one idle instance. Returns the result, and the trained trajectory."""
     kept = []
 
-    class Kept(trajectory.Trajectory):
+    class Kept(trajectory.CountedTrajectory):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
             kept.append(self)
@@ -167,7 +167,7 @@ def test_a_recorded_run_replays_to_the_same_work(tmp_path):
         groups.setdefault(task, {})[sample] = script
     original = SeededSegments(3)
     replayed = tuple(tuple(groups[task][sample] for sample in sorted(groups[task])) for task in sorted(groups))
-    workload = traces.Replay(replayed, 0, 0.0, config.rollout.max_context, shuffle=False)
+    workload = traces.RecordedWorkload(replayed, 0, 0.0, config.rollout.max_context, shuffle=False)
     for script, again in zip(work(config, original), work(config, workload), strict=True):
         assert again.generated_tokens == script.generated_tokens
         assert again.own_tokens == script.own_tokens
@@ -287,7 +287,7 @@ def test_the_agents_workload_summarises_and_delegates():
 
 
 def test_a_context_of_segments_is_as_in_a_real_rollout():
-    counted = trajectory.Trajectory("0/0", "0", script=DEEP)
+    counted = trajectory.CountedTrajectory("0/0", "0", script=DEEP)
     real = protocols.Trajectory("0/0", "0")
     for made in (counted, real):
         made.append_text([trajectory.TEXT] * 30, protocols.TokenSource.PROMPT)
@@ -313,7 +313,7 @@ def test_the_trace_of_a_simulated_run_can_be_replayed(tmp_path):
 
 
 def test_buckets_are_fitted_to_the_lengths_of_segments():
-    replay = traces.Replay(((DEEP,),), 0, 0.0, 1_000)
+    replay = traces.RecordedWorkload(((DEEP,),), 0, 0.0, 1_000)
     assert DEEP.lengths() == {0: 33, 1: 49, 2: 11}
     (bound,) = workloads.fitted_bounds(replay.prompts[0], ((1, ""), (2, "")))
     assert bound in {11, 33, 49}

@@ -31,9 +31,9 @@ def step(**arrivals: float) -> tuple[dict[str, float], float, float]:
     """
 
     async def main():
-        loop, channels, log = asyncio.get_running_loop(), training_side.Channels(), trainer.TrainingLog()
+        loop, channels, log = asyncio.get_running_loop(), training_side.SimulatedChannels(), trainer.TrainingLog()
         model = types.SimpleNamespace(train_seconds=lambda lengths, devices: float(sum(lengths)))
-        made = trainer.Trainer(model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS)
+        made = trainer.SimulatedTrainer(model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS)
         shares = [protocols.Share(worker, 1, 0.25) for worker in arrivals]
         _, parts = training_side.split([10] * 4, shares)
         for worker, seconds in arrivals.items():
@@ -75,10 +75,12 @@ def test_rollouts_that_are_masked_take_no_time_of_a_step():
     async def main():
         model = types.SimpleNamespace(train_seconds=lambda lengths, devices: float(sum(lengths)))
         log, shares = trainer.TrainingLog(), [protocols.Share("a", 1, 1 / 3)]
-        channels = training_side.Channels()
+        channels = training_side.SimulatedChannels()
         channels.listening["a"] = 1
-        made = trainer.Trainer(model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS, masks=masks)
-        worker = training_side.TrainingSide(
+        made = trainer.SimulatedTrainer(
+            model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS, masks=masks
+        )
+        worker = training_side.SimulatedTrainingSide(
             "a",
             devices=1,
             model=types.SimpleNamespace(load_seconds=lambda _: 0.0, sync_bytes=0),

@@ -58,7 +58,7 @@ EVENTS = st.lists(
 
 @given(st.integers(1, 9), EVENTS)
 def test_a_counted_trajectory_equals_a_real_one(prompt, events):
-    counted = trajectory.Trajectory("7/3", "7", script=scripts.Script(prompt, (protocols.Turn(1),)))
+    counted = trajectory.CountedTrajectory("7/3", "7", script=scripts.Script(prompt, (protocols.Turn(1),)))
     real = protocols.Trajectory("7/3", "7")
     for made in (counted, real):
         made.append_text([trajectory.TEXT] * prompt, protocols.TokenSource.PROMPT)

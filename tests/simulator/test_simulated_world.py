@@ -14,7 +14,7 @@ from libra_jax import protocols
 from libra_jax.simulator import engine, results, trajectory, world
 
 
-def comparable(result: results.Result) -> dict[str, Any]:
+def comparable(result: results.SimulationResult) -> dict[str, Any]:
     values = dataclasses.asdict(result)
     del values["wall_seconds"]
     return values
@@ -56,14 +56,14 @@ def test_engines_that_die_in_the_middle_lose_nothing():
     config = doubles.run_config(rollout={"restarts": 20})
     lives: list[int] = []
 
-    def mortal(life: int, **arguments: Any) -> engine.Engine:
-        made = engine.Engine(**arguments)
+    def mortal(life: int, **arguments: Any) -> engine.SimulatedEngine:
+        made = engine.SimulatedEngine(**arguments)
         lives.append(life)
         if made.name != "engine-2":
             asyncio.get_running_loop().call_later(3.0 + life, made.kill)
         return made
 
-    result = doubles.simulate(config, parts=world.Parts(engine=mortal))
+    result = doubles.simulate(config, parts=world.MachineFactories(engine=mortal))
     doubles.check_whole(result, config)
     assert max(lives) > 1
     assert result.generated_tokens == doubles.simulate(config).generated_tokens
@@ -80,7 +80,7 @@ def test_an_environment_that_crashes_is_tried_afresh():
             return await super().step(output)
 
     config = doubles.run_config()
-    result = doubles.simulate(config, parts=world.Parts(environment=Crashing))
+    result = doubles.simulate(config, parts=world.MachineFactories(environment=Crashing))
     assert len(crashes) == 2
     doubles.check_whole(result, config)
 
@@ -94,7 +94,7 @@ def test_a_hung_tool_becomes_a_timeout_that_the_policy_sees():
             return await super().step(output)
 
     config = doubles.run_config(task={"tool_seconds": 50.0})
-    result = doubles.simulate(config, parts=world.Parts(environment=Hanging))
+    result = doubles.simulate(config, parts=world.MachineFactories(environment=Hanging))
     doubles.check_whole(result, config)
     assert result.seconds < 1e5
 

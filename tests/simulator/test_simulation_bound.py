@@ -83,7 +83,7 @@ def test_shares_never_add_up_to_more_than_the_step_they_share(
 
 
 def groups(work, train, path):
-    return bound.Groups(*(np.array(values, dtype=float) for values in (work, train, path)))
+    return bound.GroupSeconds(*(np.array(values, dtype=float) for values in (work, train, path)))
 
 
 def test_synchronous_steps_add_rollout_and_training():

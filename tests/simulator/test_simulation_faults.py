@@ -20,7 +20,7 @@ from libra_jax.simulator import faults, results, scripts, world
 
 @dataclass
 class Watched:
-    """A scheduler, and what it promises: no instance over its slots, and nobody young served before who has aged."""
+    """A scheduler, and what it promises: no instance over its slots, and no one young served before who has aged."""
 
     inner: protocols.Scheduler
     ageing_seconds: float
@@ -148,7 +148,7 @@ def case(seed: int) -> Case:
     return Case(config, broken, doubles.SeededWorkload(seed, turns=2, tokens=50))
 
 
-def simulate(seed: int, made: Case) -> tuple[results.Result, Watched, doubles.Trained]:
+def simulate(seed: int, made: Case) -> tuple[results.SimulationResult, Watched, doubles.Trained]:
     watched, recorder = [], doubles.Trained()
 
     def make(costs, remaining):
@@ -163,7 +163,7 @@ def simulate(seed: int, made: Case) -> tuple[results.Result, Watched, doubles.Tr
 
 
 @functools.cache  # a seed that two tests look at runs once
-def check(seed: int) -> tuple[results.Result, Watched, doubles.Trained]:
+def check(seed: int) -> tuple[results.SimulationResult, Watched, doubles.Trained]:
     made = case(seed)
     result, watched, recorder = simulate(seed, made)
     doubles.check_whole(result, made.config)
@@ -226,7 +226,7 @@ def test_a_broken_run_repeats_exactly(seed):
     assert first == second
 
 
-def run_with(broken: faults.FaultConfig, **changes) -> results.Result:
+def run_with(broken: faults.FaultConfig, **changes) -> results.SimulationResult:
     config = doubles.run_config(
         rollout={"restarts": 1_000, "generation_retries": 1_000}, coordinator={"max_replacements": 1_000.0}, **changes
     )

@@ -225,7 +225,7 @@ def test_longer_siblings_fail_more_often(write):
 def test_a_made_sibling_is_well_formed_and_stays_within_the_context(tokens, sigma, room, sample):
     turns = tuple(protocols.Turn(count, "t", "success", 7, 0.5) for count in tokens[:-1])
     original = traces.scripts.Script(10, (*turns, protocols.Turn(tokens[-1])))
-    workload = traces.Replay(((original,),), 3, sigma, 10 + room)
+    workload = traces.RecordedWorkload(((original,),), 3, sigma, 10 + room)
     made = workload.script(5, sample)
     assert made == workload.script(5, sample)
     assert made.turns[-1].tool is None

@@ -72,7 +72,7 @@ def test_nothing_of_the_second_half_is_fitted_to(run):
         whole,
         steps=whole.steps[:4]
         + tuple(
-            dataclasses.replace(step, parts=recording.Parts(1e3, 1e3, 1e3, 1e3), lengths=(9,))
+            dataclasses.replace(step, parts=recording.RecordedSeconds(1e3, 1e3, 1e3, 1e3), lengths=(9,))
             for step in whole.steps[4:]
         ),
         streams=tuple(
@@ -184,8 +184,8 @@ def test_the_spread_has_no_unit(steps, factor):
 
 
 def hand_made(spread: float | None, predicted: float) -> twin.Twin:
-    parts = [recording.Parts(total, total / 2, total / 2, 0.0) for total in (8.0, 12.0, 10.0, 10.0)]
-    replayed = [*parts[:2], *[recording.Parts(predicted, 5.0, 5.0, 0.0)] * 2]
+    parts = [recording.RecordedSeconds(total, total / 2, total / 2, 0.0) for total in (8.0, 12.0, 10.0, 10.0)]
+    replayed = [*parts[:2], *[recording.RecordedSeconds(predicted, 5.0, 5.0, 0.0)] * 2]
     return twin.Twin(recorded_runs.MODEL, 1.0, tuple(parts), tuple(replayed), 2, spread, 2, 1)
 
 

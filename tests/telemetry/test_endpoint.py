@@ -33,7 +33,7 @@ class Clock:
 
 @contextlib.contextmanager
 def served(run: status.RunStatus, **telemetry: Any) -> Iterator[str]:
-    page = endpoint.Endpoint(config_lib.TelemetryConfig(**{"port": -1, **telemetry}), run)
+    page = endpoint.MetricsServer(config_lib.TelemetryConfig(**{"port": -1, **telemetry}), run)
     try:
         yield page.url
     finally:

@@ -198,7 +198,7 @@ def test_a_full_disk_is_warned_about_once_a_file_and_the_run_goes_on(tmp_path, m
 
 
 def test_a_step_line_leaves_out_what_makes_it_too_long():
-    pace = console.Pace(100_000, 0.0)
+    pace = console.RunPace(100_000, 0.0)
     for step, now in ((99_998, 0.0), (99_999, 7200.0)):
         pace.step_ended(step, now)
     moves = {"routing/moves": 12345.0, "routing/one_shot_accuracy": 0.906, "evaluation/accuracy": 0.5}
@@ -222,13 +222,13 @@ def test_a_step_that_trains_on_what_was_there_already_shows_no_zero_speed(make):
 
 
 def test_the_speed_is_that_of_the_last_steps():
-    speed = console.Speed()
+    speed = console.TokenRate()
     for step in range(1, 31):
         speed.step_ended({"tokens/generated": 10.0 * (step > 15), "step/seconds": 2.0})
     assert speed.tokens_per_second == pytest.approx(5.0)
     speed.step_ended({"tokens_per_second": 7.0})  # a step of which no more is known
     assert speed.tokens_per_second == 7.0
-    assert console.Speed().tokens_per_second is None
+    assert console.TokenRate().tokens_per_second is None
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_the_speed_is_that_of_the_last_steps():
     ],
 )
 def test_a_step_line_tells_the_numbers_that_there_are(numbers, line):
-    assert console.step_line(3, console.Pace(12, 0.0), numbers) == f"step  3/12  {line}"
+    assert console.step_line(3, console.RunPace(12, 0.0), numbers) == f"step  3/12  {line}"
 
 
 @pytest.mark.parametrize("make", [console.PlainConsole, screen.LiveConsole])
@@ -489,7 +489,7 @@ def test_the_recorder_in_memory_keeps_what_it_is_told():
 
 
 def test_the_remaining_time_follows_the_recent_pace():
-    pace = console.Pace(100, 0.0)
+    pace = console.RunPace(100, 0.0)
     assert pace.remaining_seconds is None
     for step in range(1, 31):
         pace.step_ended(step, step * (10.0 if step < 20 else 2.0))

@@ -316,7 +316,7 @@ CURVES = {
     "times": lambda curve: run_report.step_times(times_of(curve)),
     "outcomes": lambda curve: tool_report.outcomes(calls_of(curve)),
     "turns": lambda curve: tool_report.turns(calls_of(curve)),
-    "left": lambda curve: [tool_report.picture([prediction_quality.State("look", 1, "success", 3, 2.0, 3)])],
+    "left": lambda curve: [tool_report.picture([prediction_quality.LabelledState("look", 1, "success", 3, 2.0, 3)])],
 }
 
 
@@ -371,7 +371,7 @@ def test_a_few_failures_among_many_calls_are_counted():
 def test_rollout_is_called_and_counted_as_the_console_does():
     numbers = {"rollout/seconds": 3.1, "rollout/wait_seconds": 0.4, "train/seconds": 2.0, "step/seconds": 2.5}
     assert run_report.step_parts(run_of(2, **numbers))["wait"] == {1: 0.4, 2: 0.4}
-    assert "wait 0.4 s, train 2.0 s" in console.step_line(1, console.Pace(2, 0.0), numbers)
+    assert "wait 0.4 s, train 2.0 s" in console.step_line(1, console.RunPace(2, 0.0), numbers)
 
 
 def test_steps_that_generated_nothing_do_not_make_the_speed():

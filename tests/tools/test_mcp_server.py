@@ -32,7 +32,7 @@ STARTS_FAULTY = {"command": FAULTY[0], "args": FAULTY[1:]}
 
 def made(entry, **arguments):
     """A server of an entry of the config."""
-    return mcp_server.Server("odd", mcp_connection.Entry(entry, "tools.mcp.mcpServers.odd"), arguments)
+    return mcp_server.McpServer("odd", mcp_connection.Entry(entry, "tools.mcp.mcpServers.odd"), arguments)
 
 
 @contextlib.asynccontextmanager

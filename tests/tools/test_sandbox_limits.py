@@ -136,7 +136,7 @@ def test_files_of_the_host_are_neither_locked_nor_dropped_from_its_cache(tmp_pat
     tmp_path.chmod(0o755)
     (tmp_path / "shared.py").write_bytes(b"#" * 2**20)
     with open(tmp_path / "shared.py", "rb") as file:
-        os.fsync(file.fileno())  # a page that is not on the disk yet is dropped by nobody
+        os.fsync(file.fileno())  # a page that is not on the disk yet is dropped by no one
     code = (
         "import fcntl, os\nfile = os.open('/packages/0/shared.py', os.O_RDONLY)\nos.read(file, 2**20)\n"
         "os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)\nfcntl.flock(file, fcntl.LOCK_EX)\nprint('done')"

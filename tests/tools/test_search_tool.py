@@ -247,7 +247,7 @@ def test_a_build_that_is_cut_off_leaves_nothing_behind(tmp_path):
                 stop.set()
             yield bm25.Passage(str(number), "", "text")
 
-    with pytest.raises(bm25.Stopped):
+    with pytest.raises(bm25.BuildStopped):
         bm25.build(path, passages(), {}, stopped=stop.is_set)
     assert list(tmp_path.iterdir()) == []
 
@@ -437,7 +437,7 @@ def test_many_blocks_of_vectors_rank_as_one(tmp_path, monkeypatch):
     for most in (1, 10, 999, 2000):
         found_scores = matrix.astype(int)[made.best("q", most, time.monotonic() + 60)] @ query
         assert list(found_scores) == list(matrix.astype(int)[order[:most]] @ query)
-    with pytest.raises(bm25.Overdue):
+    with pytest.raises(bm25.SearchOverdue):
         made.best("q", 1, 0.0)
 
 

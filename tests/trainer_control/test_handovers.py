@@ -32,17 +32,17 @@ class Run:
         self.cluster = doubles.Cluster(doubles.Faulty(faults))
         self.limits = dataclasses.replace(LIMITS, transition=transition)
         processes = client.TrainerProcesses(self.cluster, doubles.maker())
-        self.trainer = client.TrainerClient(processes, self.limits)
+        self.trainer = client.TrainerActorClient(processes, self.limits)
         self.seconds = successor_step_seconds
         self.workdir, self.folder = folder, folder / handover.FOLDER
         self.moving = self.move()
         self.version = 0
-        self.taken_over: handover.Taken | None = None
+        self.taken_over: handover.HandoverCost | None = None
 
     def move(self) -> handover.Handover:
         make = doubles.maker(step_seconds=self.seconds)
         processes = client.TrainerProcesses(self.cluster, make, count=2, name="trainer-1")
-        successor = client.TrainerClient(processes, self.limits)
+        successor = client.TrainerActorClient(processes, self.limits)
         return handover.Handover(
             self.limits, serving=self.trainer, successor=successor, sizes=SIZES, workdir=self.workdir
         )

@@ -59,7 +59,7 @@ def lost(tmp_path, *deaths: tuple[str, int, str], **changes):
 
 
 def test_the_next_one_begins_with_the_last_checkpoint_and_takes_the_steps_since_and_no_more(tmp_path):
-    bench, fate = lost(tmp_path, ("train_step", 6, "after"))  # step 6, of which nobody heard
+    bench, fate = lost(tmp_path, ("train_step", 6, "after"))  # step 6, of which no one heard
     trained_once(bench, fate)
     assert fate.lives == 2
     asked = doubles.methods(fate, 1)

@@ -154,7 +154,7 @@ class Tardy:
         if step < self._misses:
             await asyncio.sleep(5)
             raise protocols.DeadlineMissed("The trainer trainer-1, replaying to take over, did not finish within 5 s.")
-        return handover.Taken({}, 0.0, 0)
+        return handover.HandoverCost({}, 0.0, 0)
 
     async def end_former(self):
         pass
@@ -234,7 +234,7 @@ class Elsewhere:
         run = doubles.run_context(doubles.make_config(deadlines=limits), self.cluster, workdir=folder)
         self.recorder, self.events = run.recorder, run.events
         processes = client.TrainerProcesses(self.cluster, movable_trainers.maker())
-        self.serving = client.TrainerClient(processes, run.config.deadlines)
+        self.serving = client.TrainerActorClient(processes, run.config.deadlines)
         successors = handover.successors(
             run, lambda wanted: movable_trainers.maker(step_seconds=replay_seconds), serving=self.serving
         )
@@ -329,7 +329,7 @@ class AtOnce:
 
     async def take_over(self, step):
         self._trainer.processes = self._processes
-        return handover.Taken({}, 0.0, 0)
+        return handover.HandoverCost({}, 0.0, 0)
 
     async def end_former(self):
         pass

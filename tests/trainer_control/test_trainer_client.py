@@ -18,8 +18,8 @@ PEER = protocols.PeerLost("a process of the trainer is lost: process 0 can no lo
 OWN = protocols.DataError("the disk of process 0 is full; make room")
 
 
-def made_of(cluster: doubles.Cluster, processes: int, **limits: float) -> client.TrainerClient:
-    return client.TrainerClient(
+def made_of(cluster: doubles.Cluster, processes: int, **limits: float) -> client.TrainerActorClient:
+    return client.TrainerActorClient(
         client.TrainerProcesses(cluster, doubles.maker(), count=processes), config_lib.DeadlineConfig(**limits)
     )
 
@@ -37,7 +37,7 @@ def run(body: Any, processes: int, faults: Any = None, **limits: float) -> tuple
 
 
 def test_a_process_that_is_alone_has_the_trainers_name_and_meets_nobody():
-    async def body(trainer: client.TrainerClient) -> Any:
+    async def body(trainer: client.TrainerActorClient) -> Any:
         with pytest.raises(protocols.LibraError, match="the batch is for 3 and the trainer holds 0"):
             await trainer.train_step(protocols.TrainBatch(3, ()))
         return await trainer.start()
@@ -49,7 +49,7 @@ def test_a_process_that_is_alone_has_the_trainers_name_and_meets_nobody():
 
 
 def test_processes_meet_where_the_first_one_says_before_they_start():
-    async def body(trainer: client.TrainerClient) -> Any:
+    async def body(trainer: client.TrainerActorClient) -> Any:
         return await trainer.start()
 
     info, cluster = run(body, 3)
@@ -62,14 +62,14 @@ def test_processes_meet_where_the_first_one_says_before_they_start():
 
 
 def test_all_processes_get_every_call_but_for_what_the_first_alone_holds():
-    async def body(trainer: client.TrainerClient) -> None:
+    async def body(trainer: client.TrainerActorClient) -> None:
         await trainer.export("folder")
         assert (await trainer.stage_weights(0, 0)).transport == {"staged by": 0}
         assert {actor.exported for actor in cluster_of(trainer).alive.values()} == {"folder"}
         await trainer.stop()
         await trainer.stop()
 
-    def cluster_of(trainer: client.TrainerClient) -> Any:
+    def cluster_of(trainer: client.TrainerActorClient) -> Any:
         return trainer._processes._cluster
 
     _, cluster = run(body, 2)
@@ -97,7 +97,7 @@ def test_all_processes_get_every_call_but_for_what_the_first_alone_holds():
     ids=["lost", "lost and missed by a peer", "missed by a peer", "own and missed", "all alike", "own"],
 )
 def test_a_call_that_fails_on_one_process_fails_with_the_error_that_explains_it(faults, told, at_once):
-    async def body(trainer: client.TrainerClient) -> float:
+    async def body(trainer: client.TrainerActorClient) -> float:
         began = asyncio.get_running_loop().time()
         with pytest.raises(protocols.LibraError) as raised:
             await trainer.export("folder")
@@ -111,7 +111,7 @@ def test_a_call_that_fails_on_one_process_fails_with_the_error_that_explains_it(
 
 
 def test_a_call_that_hangs_misses_its_deadline_with_a_sentence_and_the_trainer_is_not_lost():
-    async def body(trainer: client.TrainerClient) -> None:
+    async def body(trainer: client.TrainerActorClient) -> None:
         with pytest.raises(
             protocols.DeadlineMissed,
             match=r"^The trainer, asked to export its parameters, did not finish within 30 s: .*deadlines\.checkpoint",
@@ -123,7 +123,7 @@ def test_a_call_that_hangs_misses_its_deadline_with_a_sentence_and_the_trainer_i
 
 
 def test_a_lost_trainer_is_not_called_until_it_has_been_made_again():
-    async def body(trainer: client.TrainerClient) -> list[str]:
+    async def body(trainer: client.TrainerActorClient) -> list[str]:
         for _ in range(2):
             with pytest.raises(protocols.TrainerLost, match="its process 7 died"):
                 await trainer.export("folder")
@@ -146,14 +146,14 @@ def test_a_lost_trainer_is_not_called_until_it_has_been_made_again():
 
 
 def test_an_error_of_the_former_processes_does_not_make_their_successor_lost():
-    async def body(trainer: client.TrainerClient) -> None:
+    async def body(trainer: client.TrainerActorClient) -> None:
         waiting = asyncio.ensure_future(trainer.wait_saved())
         await asyncio.sleep(0)
         with pytest.raises(protocols.TrainerLost, match="its process 7 died"):
             await trainer.policy_version()
         former = trainer._processes
         made = client.TrainerProcesses(former._cluster, doubles.maker(), name="trainer-1")
-        successor = client.TrainerClient(made, config_lib.DeadlineConfig())
+        successor = client.TrainerActorClient(made, config_lib.DeadlineConfig())
         await successor.make()
         assert trainer.adopt(successor) is former
         with pytest.raises(protocols.TrainerLost, match="its process 7 died"):
@@ -186,7 +186,7 @@ def test_a_process_that_cannot_be_made_leaves_no_other_once_the_trainer_is_stopp
 
 
 def test_every_process_is_stopped_even_if_one_does_not_end_well():
-    async def body(trainer: client.TrainerClient) -> None:
+    async def body(trainer: client.TrainerActorClient) -> None:
         with pytest.raises(protocols.DataError, match="the disk of process 0 is full"):
             await trainer.stop()
 

@@ -46,7 +46,7 @@ def share(generation=1, fraction=0.4, worker="r"):
 
 
 def publish(core, version, remote=None):
-    """Publishes a version, to a training side or to nobody."""
+    """Publishes a version, to a training side or to no one."""
     count = core.open_weights(version)
     chunks = [core.stage_weights(version, index) for index in range(count)]
     if remote is not None:
@@ -76,7 +76,7 @@ def assert_equal_params(core, alone):
 
 
 def refused(address):
-    """Nobody listens there."""
+    """No one listens there."""
     with socket.socket() as probe:
         return probe.connect_ex((address["host"], address["port"])) != 0
 

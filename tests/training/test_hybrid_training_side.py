@@ -79,7 +79,7 @@ def test_a_replicas_sums_are_those_that_the_core_computes(start_core, remote, hy
     batch, given = doubles.batch(0), [doubles.share(generation=3)]
     doubles.publish(core, 0, remote)
     remote("warm")
-    listener = gradient_channel.Listener("r", 3, ranks=2)
+    listener = gradient_channel.ChannelListener("r", 3, ranks=2)
     channel = gradient_channel.Channel(listener.address, 0, SECONDS, listener)
     remote("join", 3, listener.address)
     remote.begin("contribute", batch, given)
@@ -183,7 +183,7 @@ def test_a_replica_without_a_part_in_the_step_says_why(hybrid_config):
     with pytest.raises(protocols.LibraError, match="r holds policy version None, and the batch is for 0"):
         actor.contribute(doubles.batch(0), [doubles.share()])
     actor._version = 0
-    listener = gradient_channel.Listener("r", 4, ranks=2)
+    listener = gradient_channel.ChannelListener("r", 4, ranks=2)
     with pytest.raises(
         protocols.LibraError, match=r"gradient channel of r \(generation 4\) is not that of r in generation 5"
     ):
@@ -210,7 +210,7 @@ def test_the_seconds_of_a_share_go_from_the_batch_to_the_end_of_the_sending_with
 
         def send(self, header, arrays, seconds):
             time.sleep(0.6)
-            return gradient_channel.Sent(10, waited=0.4)
+            return gradient_channel.SendCost(10, waited=0.4)
 
         def close(self, why):
             pass

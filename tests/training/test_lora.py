@@ -181,7 +181,7 @@ def test_a_resize_changes_no_bit(make, small):
     learner.update(step.SUPERVISED, packed, RATE)
     for sizes in [(2, 1, 1), (1, 2, 2)]:
         before = _on_host(learner.state)
-        learner, _ = resize.Resize(learner, protocols.MeshSizes(*sizes), jax.devices()).take_over(120.0)
+        learner, _ = resize.MeshChange(learner, protocols.MeshSizes(*sizes), jax.devices()).take_over(120.0)
         _assert_equal(learner.state, before)
         assert base_lib.digest(learner.state.base) == digest
         learner.update(step.SUPERVISED, packed, RATE)

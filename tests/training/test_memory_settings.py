@@ -51,7 +51,7 @@ def test_offloaded_moments_live_on_the_host_and_change_no_bit(small):
 
 def test_offloaded_moments_survive_a_resize_and_a_checkpoint(small, tmp_path):
     plain, offloaded = _learner(small, steps=2), _learner(small, steps=2, optimizer={"offload": True})
-    smaller, _ = resize.Resize(offloaded, protocols.MeshSizes(1, 2, 1), jax.devices()).take_over(120)
+    smaller, _ = resize.MeshChange(offloaded, protocols.MeshSizes(1, 2, 1), jax.devices()).take_over(120)
     assert state.HOST in _kinds(smaller.state.opt_state)
     saver = checkpoints.Checkpointer()
     try:

@@ -70,7 +70,7 @@ def begun_of_each(request):
 
 
 def resized(learner, sizes, **arguments):
-    return resize.Resize(learner, protocols.MeshSizes(*sizes), jax.devices(), **arguments).take_over(PATIENCE)
+    return resize.MeshChange(learner, protocols.MeshSizes(*sizes), jax.devices(), **arguments).take_over(PATIENCE)
 
 
 def on_host(learner):
@@ -157,7 +157,7 @@ def test_training_goes_on_while_the_new_mesh_compiles_and_its_steps_count(begun)
     steady, step = begun()
     wanted = [step(steady) for _ in range(3)]
     learner, step = begun()
-    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
+    begins = resize.MeshChange(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     got = [step(learner), step(learner)]
     learner, _ = begins.take_over(PATIENCE)
     assert begins.progress == protocols.ResizeProgress(1, 1, ready=True)
@@ -176,7 +176,7 @@ def test_a_shape_that_training_meets_while_it_compiles_is_compiled_too(begun, mo
         compile_(programs, name, batch)
 
     monkeypatch.setattr(step_lib.Programs, "compile", meeting)
-    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
+    begins = resize.MeshChange(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     following, _ = begins.take_over(PATIENCE)
     assert begins.progress == protocols.ResizeProgress(2, 2, ready=True)
     assert len(following.programs.shapes) == 2
@@ -188,7 +188,7 @@ def test_where_replicas_help_their_sums_are_added_at_once_on_each_mesh(small):
     elastic = config_lib.ElasticConfig(hybrid=1)
     learner = small.learner(dataclasses.replace(config, rollout=rollout, elastic=elastic))
     learner.compile(step_lib.POLICY)
-    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
+    begins = resize.MeshChange(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     begins.compilation.wait(PATIENCE)
     ones = [np.ones(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(learner.layout.accumulator)]
     received = step_lib.Received(ones, {"metrics": {}, "maxima": {}})
@@ -203,7 +203,7 @@ def test_where_replicas_help_their_sums_are_added_at_once_on_each_mesh(small):
 def test_a_resize_that_is_cancelled_leaves_the_learner_as_it_was(begun):
     learner, step = begun()
     before = on_host(learner)
-    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
+    begins = resize.MeshChange(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     assert begins.compilation.cancel(PATIENCE)
     with pytest.raises(protocols.LibraError, match="data 4 x fsdp 1 x tensor 1 was cancelled"):
         begins.take_over(PATIENCE)
@@ -228,7 +228,7 @@ def test_a_resize_that_is_cancelled_leaves_the_learner_as_it_was(begun):
 def test_a_mesh_that_cannot_be_is_refused_and_training_goes_on(begun, sizes, sentence):
     learner, step = begun()
     with pytest.raises(protocols.ConfigError, match=sentence):
-        resize.Resize(learner, protocols.MeshSizes(*sizes), jax.devices())
+        resize.MeshChange(learner, protocols.MeshSizes(*sizes), jax.devices())
     step(learner)
 
 
@@ -242,7 +242,7 @@ def test_too_little_room_is_refused_with_what_it_takes(begun):
 def test_room_for_state_and_gradient_sums_is_too_little_without_that_of_the_programs(begun):
     learner, step = begun((1, 8, 1))
     rooms = [2**40]
-    begins = resize.Resize(
+    begins = resize.MeshChange(
         learner,
         protocols.MeshSizes(1, 2, 1),
         jax.devices(),
@@ -270,7 +270,7 @@ def test_room_for_state_and_gradient_sums_is_too_little_without_that_of_the_prog
 def test_room_that_others_took_while_it_compiled_is_missed_at_the_take_over_and_training_goes_on(begun):
     learner, step = begun((1, 8, 1))
     rooms = iter([2**30, 10])
-    begins = resize.Resize(
+    begins = resize.MeshChange(
         learner, protocols.MeshSizes(1, 2, 1), jax.devices(), free_bytes=lambda all: dict.fromkeys(all, next(rooms))
     )
     with pytest.raises(protocols.LibraError, match=r"has 0\.0 MiB"):
@@ -294,7 +294,7 @@ def test_devices_that_do_not_say_what_room_they_have_are_counted(begun):
 
     assert resize._free_bytes([Silent(), Silent()]) == {}
     learner, _ = begun()
-    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices(), free_bytes=lambda devices: {})
+    begins = resize.MeshChange(learner, protocols.MeshSizes(4, 1, 1), jax.devices(), free_bytes=lambda devices: {})
     assert begins.estimate.unchecked == 4
     begins.compilation.cancel(PATIENCE)
 
@@ -309,7 +309,7 @@ def test_a_move_that_the_devices_refuse_half_way_is_undone(begun, monkeypatch, f
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return put(leaf, target)
 
-    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
+    begins = resize.MeshChange(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     monkeypatch.setattr(resize, "_put", refusing)
     with pytest.raises(protocols.LibraError, match=r"stays \(RESOURCE_EXHAUSTED: out of memory\)"):
         begins.take_over(PATIENCE)
@@ -326,7 +326,7 @@ def test_a_state_that_no_device_takes_is_lost_with_a_sentence(begun, monkeypatch
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return put(leaf, target)
 
-    begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
+    begins = resize.MeshChange(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     monkeypatch.setattr(resize, "_put", refusing)
     with pytest.raises(protocols.LibraError, match=r"is lost \(RESOURCE_EXHAUSTED.*goes on from the last checkpoint"):
         begins.take_over(PATIENCE)

@@ -92,7 +92,7 @@ def test_sums_of_anything_else_are_refused_and_the_step_is_the_cores_own(pair, f
     forger.end()
     doubles.eventually(lambda: doubles.refused(forger.address))
     again = doubles.batch(core._version)
-    assert core.train_step(again, [doubles.share()])["shares/late"] == 2, "it was dismissed, and nobody waits for it"
+    assert core.train_step(again, [doubles.share()])["shares/late"] == 2, "it was dismissed, and no one waits for it"
     alone.train_step(again)
     doubles.assert_equal_params(core, alone)
 

@@ -111,7 +111,7 @@ def test_an_optimizer_takes_the_steps_of_optax_on_one_and_four_devices(small, na
     if name not in ("adafactor", "muon"):
         return  # their states have the structure of Adam's
     held = jax.device_get(four.state)
-    smaller, _ = resize.Resize(four, protocols.MeshSizes(1, 2, 1), jax.devices()).take_over(120)
+    smaller, _ = resize.MeshChange(four, protocols.MeshSizes(1, 2, 1), jax.devices()).take_over(120)
     saver = checkpoints.Checkpointer()
     try:
         saver.save(str(tmp_path / "a"), smaller.state)

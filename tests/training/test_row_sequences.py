@@ -25,7 +25,7 @@ def _by_lengths(q, k, v, segments, starts, lengths):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Lets trainers take this CPU for a GPU, whose attention is a double of cuDNN's."""
-    monkeypatch.setattr(attention, "target", lambda device: feasibility.Target("gpu", (9, 0)))
+    monkeypatch.setattr(attention, "target", lambda device: feasibility.CompileTarget("gpu", (9, 0)))
     monkeypatch.setattr(feasibility, "choose_attention", lambda *case, **options: "cudnn")
     monkeypatch.setattr(cudnn_attention, "attend", _by_lengths)
     monkeypatch.setattr(rows, "FEW_SEGMENTS", FEW)

@@ -69,7 +69,7 @@ def test_norms_are_those_of_a_backward_pass_over_each_trajectory(small, tmp_path
 
 def test_norms_of_an_adapter_count_its_own_weights_alone(small, make):  # noqa: F811
     learner, examples = make(SOME, algorithm=VCPO), small.examples(3, longest=20)
-    scorer = losses.Scorer(learner.model, transformer.ComputeOptions(), 64)
+    scorer = losses.TokenScorer(learner.model, transformer.ComputeOptions(), 64)
     base, temperature = learner.train_state().base, small_model.ROLLOUT.temperature
 
     @jax.jit

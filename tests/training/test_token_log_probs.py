@@ -78,7 +78,7 @@ def _sizes(jaxpr):
 def test_no_array_of_tokens_by_vocabulary_exists_for_a_32k_token_row(small):
     tokens, vocabulary, chunk = 32768, 4096, 512
     shape = dataclasses.replace(small.shape, vocab_size=vocabulary, num_layers=1)
-    scorer = losses.Scorer(shape, transformer.ComputeOptions(), chunk)
+    scorer = losses.TokenScorer(shape, transformer.ComputeOptions(), chunk)
     policy = functools.partial(
         losses.policy, scorer=scorer, algorithm=config_lib.AlgorithmConfig(), temperature=1.0, packed=True
     )

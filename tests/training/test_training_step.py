@@ -192,7 +192,7 @@ def test_the_reference_model_is_kept_in_bfloat16_and_scores_to_the_same_bit(smal
     for got, item in zip(learner.reference_log_probs(packed, extras), packed.micro_batches, strict=True):
         wanted = without.programs.score(without.params, without.programs.put(vars(item)))
         np.testing.assert_array_equal(got, wanted)
-    begins = resize.Resize(learner, protocols.MeshSizes(2, 1, 1), jax.devices())
+    begins = resize.MeshChange(learner, protocols.MeshSizes(2, 1, 1), jax.devices())
     moved, _ = begins.take_over(120.0)
     for leaf, (_, before) in zip(jax.tree.leaves(moved.state.reference), stored, strict=True):
         assert leaf.dtype == before.dtype

@@ -116,7 +116,7 @@ begun.wait()
 
 
 def test_a_disk_that_never_answers_does_not_keep_the_process_alive(tmp_path):
-    os.mkfifo(tmp_path / "pipe")  # nobody ever writes it
+    os.mkfifo(tmp_path / "pipe")  # no one ever writes it
     assert subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], timeout=20).returncode == 0
 
 

@@ -256,7 +256,7 @@ def test_values_of_csv_are_texts_as_they_are_written(tmp_path, ending, delimiter
     rows = [["question", "golden"], ['"Is 7, or\n""007"", longer?"', "007"], ["2024-01-01", "1e3"], ["nothing", ""]]
     path.write_text("\ufeff" + "".join(delimiter.join(row) + "\n" for row in rows))
     found = list(tables.rows(str(path)))
-    assert found[0] == tables.Row(1, f"{path}, row 1", {"question": 'Is 7, or\n"007", longer?', "golden": "007"})
+    assert found[0] == tables.TableRow(1, f"{path}, row 1", {"question": 'Is 7, or\n"007", longer?', "golden": "007"})
     assert [row.values["golden"] for row in found] == ["007", "1e3", ""]
     with pytest.raises(protocols.DataError, match=r"row 3: 1 of 3 rows have no answer \(column 'golden'\)"):
         datasets.task_source(str(path), prompt_column="question", answer_column="golden")
@@ -382,7 +382,7 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dic
 
 @given(st.dictionaries(NAMES, VALUES, max_size=3), st.text("abc.0123", max_size=8))
 def test_any_column_of_any_row_has_a_value_or_a_sentence(values, column):
-    row = tables.Row(1, "file, row 1", values)
+    row = tables.TableRow(1, "file, row 1", values)
     here = values
     try:
         for part in [column] if column in values else column.split("."):

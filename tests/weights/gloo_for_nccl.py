@@ -1,4 +1,4 @@
-"""Gloo in place of NCCL under vLLM's weight transfer, for machines without CUDA.
+"""Gloo instead of NCCL under vLLM's weight transfer, for machines without CUDA.
 
 Replaced are NCCL's communicator, on both ends, and CUDA's streams. The rest is vLLM's: the meeting over its store,
 ranks, packing, the order and size of broadcasts, and unpacking.

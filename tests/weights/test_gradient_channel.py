@@ -40,7 +40,7 @@ def peer(monkeypatch):
 
     def start(mode, part_bytes=1 << 20, seconds=60):
         monkeypatch.setattr(gradient_channel, "PART_BYTES", part_bytes)
-        listener = gradient_channel.Listener("r", 7, ranks=2)
+        listener = gradient_channel.ChannelListener("r", 7, ranks=2)
         channel = gradient_channel.Channel(listener.address, 0, seconds, listener)
         process = subprocess.Popen(
             [sys.executable, str(PEER), mode, json.dumps(listener.address), str(part_bytes)],
@@ -64,7 +64,7 @@ def peer(monkeypatch):
 @pytest.fixture
 def ends():
     """Both ends of a channel in this process: (core, replica, address)."""
-    listener = gradient_channel.Listener("r", 7, ranks=2)
+    listener = gradient_channel.ChannelListener("r", 7, ranks=2)
     core = gradient_channel.Channel(listener.address, 0, 20, listener)
     replica = gradient_channel.Channel(listener.address, 1, 10)
     core.wait(20)
@@ -136,8 +136,8 @@ def test_a_replica_killed_while_it_connects_ends_the_meeting_and_leaves_neither_
 
 
 def test_a_replica_that_never_comes_is_given_up_at_once_or_at_the_deadline():
-    listener = gradient_channel.Listener("r", 7, ranks=2)
-    assert gradient_channel.Listener("r", 7, ranks=2).address["port"] != listener.address["port"]
+    listener = gradient_channel.ChannelListener("r", 7, ranks=2)
+    assert gradient_channel.ChannelListener("r", 7, ranks=2).address["port"] != listener.address["port"]
     channel = gradient_channel.Channel(listener.address, 0, 60, listener)
     assert not channel.ready
     assert not channel.closed
@@ -145,7 +145,7 @@ def test_a_replica_that_never_comes_is_given_up_at_once_or_at_the_deadline():
     _eventually(lambda: not channel._thread.is_alive())
     assert _refused(listener.address)
     assert channel.closed == "the gradient channel of r (generation 7) is closed: it changed its mind."
-    listener = gradient_channel.Listener("r", 7, ranks=2)
+    listener = gradient_channel.ChannelListener("r", 7, ranks=2)
     channel = gradient_channel.Channel(listener.address, 0, 0.1, listener)
     with pytest.raises(gradient_channel.ChannelError, match=r"not everybody came to it within 0\.1 s"):
         channel.wait(20)
@@ -153,7 +153,7 @@ def test_a_replica_that_never_comes_is_given_up_at_once_or_at_the_deadline():
 
 
 def test_a_replica_of_a_channel_that_is_gone_is_told_so():
-    listener = gradient_channel.Listener("r", 7, ranks=2)
+    listener = gradient_channel.ChannelListener("r", 7, ranks=2)
     listener.close()
     _eventually(lambda: _refused(listener.address))
     channel = gradient_channel.Channel(listener.address, 1, 1.0)
@@ -163,11 +163,11 @@ def test_a_replica_of_a_channel_that_is_gone_is_told_so():
 
 def test_a_host_that_is_not_this_one_cannot_listen():
     with pytest.raises(gradient_channel.ChannelError, match=r"can listen at 192\.0\.2\.1"):
-        gradient_channel.Listener("r", 7, ranks=2, host="192.0.2.1")
+        gradient_channel.ChannelListener("r", 7, ranks=2, host="192.0.2.1")
 
 
 def test_the_port_is_open_on_the_given_address_only():
-    listener = gradient_channel.Listener("r", 7, ranks=2)
+    listener = gradient_channel.ChannelListener("r", 7, ranks=2)
     assert not _refused(listener.address)
     assert _refused({**listener.address, "host": "127.0.0.2"})
     listener.close()
@@ -271,7 +271,7 @@ def test_a_header_that_does_not_fit_is_a_fault_of_the_program(ends):
 
 
 def test_every_process_of_the_core_gets_the_sum():
-    listener = gradient_channel.Listener("r", 7, ranks=3)
+    listener = gradient_channel.ChannelListener("r", 7, ranks=3)
     channels = [gradient_channel.Channel(listener.address, rank, 20, None if rank else listener) for rank in range(3)]
     for channel in channels:
         channel.wait(20)

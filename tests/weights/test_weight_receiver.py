@@ -104,7 +104,7 @@ def test_gradients_of_a_bfloat16_replica_are_those_of_the_core(publish):
         "positions": np.arange(32, dtype=np.int32)[None],
         "segments": np.ones((1, 32), np.int32),
     }
-    scorer = losses.Scorer(shape, transformer.ComputeOptions(compute_dtype="bfloat16"), 16)
+    scorer = losses.TokenScorer(shape, transformer.ComputeOptions(compute_dtype="bfloat16"), 16)
     gradient = jax.jit(jax.grad(lambda params: scorer(params, batch, temperature=1.0)[0].sum()))
     # Matrices are rounded before every product anyway, so the same bits are multiplied.
     for got, wanted in zip(*map(jax.tree.leaves, (gradient(jax.device_get(received)), gradient(params))), strict=True):

@@ -93,7 +93,7 @@ def test_another_version_or_damaged_bytes_are_refused_and_the_link_goes_on(sync)
     async def body(root, first):
         chunk = sync(3)[0]
         stale = dataclasses.replace(chunk, policy_version=2)
-        with pytest.raises(protocols.LibraError, match=r"relay-1 was sent chunk 0 of version 2 in place of chunk 0"):
+        with pytest.raises(protocols.LibraError, match=r"relay-1 was sent chunk 0 of version 2 instead of chunk 0"):
             await asyncio.gather(root.send(stale, "relay-1"), first.receive(chunk))
         owner = memfd.Owner(chunk.nbytes, "a test")
         owner.buffer[: chunk.nbytes] = bytes(chunk.nbytes)

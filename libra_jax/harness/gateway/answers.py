@@ -31,7 +31,7 @@ END_SECONDS = 60.0
 Headers = list[tuple[bytes, bytes]]
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client left, or was cut off because it did not read."""
 
 
@@ -51,7 +51,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
             while more and size <= DRAIN_FACTOR * max_bytes:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientGone
+                    raise ClientDisconnected
                 chunk, more = message.get("body", b""), message.get("more_body", False)
                 size += len(chunk)
                 if dropped or size > max_bytes:
@@ -118,7 +118,7 @@ class Answer:
     async def write(self, events: bytes) -> None:
         """Writes a further piece. Waits until the client has read enough of what came before."""
         if self._closed:
-            raise ClientGone
+            raise ClientDisconnected
         await self._hand_over({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_stream(self, events: bytes) -> None:
@@ -153,7 +153,7 @@ class Answer:
             body = body[-LAST_BYTES:]
         await self.write(b"")  # the server waits for room before it writes
         if self._closed:
-            raise ClientGone
+            raise ClientDisconnected
         await self._hand_over({"type": "http.response.body", "body": body, "more_body": False})
         self.complete = True
 
@@ -165,7 +165,7 @@ class Answer:
             if not limit.expired():
                 raise
             self.cut()
-            raise ClientGone from None
+            raise ClientDisconnected from None
 
 
 async def while_connected(receive: Receive, answer: Answer, work: Coroutine[Any, Any, None]) -> None:
@@ -180,7 +180,7 @@ async def while_connected(receive: Receive, answer: Answer, work: Coroutine[Any,
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         # Servers report a client as gone once the response is complete, and then the delivery still has to be noted.
         if not task.done() and not answer.complete:
-            raise ClientGone
+            raise ClientDisconnected
         await asyncio.wait({task}, timeout=END_SECONDS)
     finally:
         await deadlines.cancel_all((task, disconnect), END_SECONDS)

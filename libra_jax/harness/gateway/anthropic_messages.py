@@ -73,14 +73,14 @@ def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class Turn(fields.Fields):
+class MessagesTurn(fields.Fields):
     """A message of the dialogue."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(_as_blocks)]
 
     @pydantic.model_validator(mode="after")
-    def _fits_its_role(self) -> Turn:
+    def _fits_its_role(self) -> MessagesTurn:
         allowed = {"assistant": ("text", "thinking", "tool_use"), "user": ("text", "tool_result"), "system": ("text",)}
         for number, block in enumerate(self.content):
             if block.type not in allowed[self.role]:
@@ -116,7 +116,7 @@ class Turn(fields.Fields):
             yield protocols.Message(self.role, "\n".join(lines))
 
 
-class Tool(fields.Fields):
+class MessagesTool(fields.Fields):
     """A tool of the client."""
 
     name: fields.Name
@@ -165,11 +165,11 @@ class OutputConfig(fields.Fields):
     task_budget: fields.Ignored = None
 
 
-class Create(fields.Request):
+class MessagesBody(fields.RequestBody):
     """The body of POST /v1/messages, and of /v1/messages/count_tokens, which has no `max_tokens`."""
 
     model: str
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=fields.MOST_ITEMS)]
+    messages: Annotated[list[MessagesTurn], Field(min_length=1, max_length=fields.MOST_ITEMS)]
     max_tokens: fields.Count
     system: fields.Content = Field(default_factory=list)
     tools: list[dict[str, Any]] = Field(default_factory=list)
@@ -195,21 +195,21 @@ class Create(fields.Request):
     }
 
 
-def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
+def read(body: exchanges.Json, model: str, session: sessions.GatewaySession) -> exchanges.Exchange:
     """Reads a request. See `exchanges.Read`."""
     if body.get("thread") is not None:
         raise errors.Problem(400, f"thread: {fields.NOT_KEPT}", field="thread", code=errors.NO_THREADS)
-    parameters, hints = Create.read(body)
-    return _Exchange(_request(parameters, hints), parameters.stream, model)
+    parameters, hints = MessagesBody.read(body)
+    return _MessagesExchange(_request(parameters, hints), parameters.stream, model)
 
 
-def read_count(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
+def read_count(body: exchanges.Json, model: str, session: sessions.GatewaySession) -> exchanges.Exchange:
     """Reads a request for the number of the context's tokens. See `exchanges.Read`."""
-    parameters, hints = Create.read({**body, "max_tokens": 1})
+    parameters, hints = MessagesBody.read({**body, "max_tokens": 1})
     return _Count(dataclasses.replace(_request(parameters, hints), measures=True), False, model)
 
 
-def _request(parameters: Create, hints: list[str]) -> protocols.ChatRequest:
+def _request(parameters: MessagesBody, hints: list[str]) -> protocols.ChatRequest:
     messages = [message for turn in parameters.messages for message in turn.messages()]
     if parameters.system:
         messages.insert(0, protocols.Message("system", fields.text(parameters.system, "system")))
@@ -232,14 +232,14 @@ def _tools(values: Sequence[exchanges.Json], hints: list[str]) -> list[protocols
     for number, value in enumerate(values):
         kind = value.get("type")
         if kind in (None, "custom") or str(kind).rpartition("_")[0] in CLIENT_TOOLS:
-            tool = fields.validated(Tool, value, f"tools[{number}]", hints)
+            tool = fields.validated(MessagesTool, value, f"tools[{number}]", hints)
             tools.append(fields.tool(tool.name, tool.description, tool.input_schema))
         else:
             hints.append(f"tools.{kind}"[: fields.LONGEST_NAME])
     return tools
 
 
-class _Exchange:
+class _MessagesExchange:
     """See `exchanges.Exchange`. The API has one choice."""
 
     choices = 1
@@ -327,7 +327,7 @@ class _Exchange:
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
 
-class _Count(_Exchange):
+class _Count(_MessagesExchange):
     """Answers with the number of the context's tokens alone."""
 
     def body(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:

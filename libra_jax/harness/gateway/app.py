@@ -95,7 +95,7 @@ class _Endpoint:
                     raise errors.Problem(405, f"There is only {self.methods[0]} here.", code="method_not_allowed")
                 await self.respond(scope, receive, answer)
             return
-        except answers.ClientGone:
+        except answers.ClientDisconnected:
             answer.cut()
             return
         except errors.Problem as error:
@@ -131,7 +131,7 @@ class _Endpoint:
                 await answer.json(problem.status, body, answers.retry_headers(problem))
             elif not answer.complete:
                 await answer.fail_stream(problem)
-        except answers.ClientGone:
+        except answers.ClientDisconnected:
             answer.cut()
 
 
@@ -212,7 +212,7 @@ class _Outputs(_Endpoint):
             with session.outputs(exchange.choices):
                 await answers.while_connected(receive, answer, _answer(conversation, exchange, answer))
 
-    def _read(self, body: bytes, session: sessions.Session) -> exchanges.Exchange:
+    def _read(self, body: bytes, session: sessions.GatewaySession) -> exchanges.Exchange:
         return self._read_body(fields.parse(body), self._sessions.model, session)
 
 

@@ -49,5 +49,5 @@ class Exchange(Protocol):
         ...
 
 
-Read = Callable[[Json, str, sessions.Session], Exchange]
+Read = Callable[[Json, str, sessions.GatewaySession], Exchange]
 """Reads the JSON of a request to a model, in a session. Raises `errors.Problem` if it is wrong."""

@@ -109,7 +109,7 @@ _Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 _Penalty = Annotated[float, pydantic.Field(ge=-2, le=2)]
 
 
-class Request(Fields):
+class RequestBody(Fields):
     """The JSON object of a whole request.
 
     Attributes:
@@ -223,7 +223,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that hold text."""
 
 
-class Part(Fields):
+class ContentPart(Fields):
     """A part of a message's content: text. Parts of other types (images, audio, files) are refused."""
 
     type: str
@@ -248,7 +248,7 @@ def _as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Content = Annotated[list[Part], BeforeValidator(_as_parts), pydantic.Field(max_length=MOST_ITEMS)]
+Content = Annotated[list[ContentPart], BeforeValidator(_as_parts), pydantic.Field(max_length=MOST_ITEMS)]
 """Content of a message: a string, or parts."""
 
 
@@ -264,7 +264,7 @@ def texts_of_result(content: Any) -> Any:
     ]
 
 
-def text(parts: Sequence[Part], role: str) -> str:
+def text(parts: Sequence[ContentPart], role: str) -> str:
     """Returns the text of a message.
 
     Parts of an assistant's message are pieces of one output, and are joined as they are. Parts of others are lines.

@@ -18,7 +18,7 @@ from libra_jax import protocols
 
 
 @dataclass(frozen=True)
-class Asked:
+class OutputRequested:
     """A client asks for an output.
 
     Attributes:
@@ -41,7 +41,7 @@ class Delivered:
 
 @dataclass(frozen=True)
 class Gone:
-    """Nobody waits for the answer to a request any more."""
+    """No one waits for the answer to a request any more."""
 
     number: int
 
@@ -54,7 +54,7 @@ class Rejected:
     sentence: str
 
 
-Event = Asked | Delivered | Gone | Rejected
+Event = OutputRequested | Delivered | Gone | Rejected
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Front:
         from libra_jax.harness.gateway import server
 
         self.model = model
-        self._server = server.Server(self, settings)
+        self._server = server.GatewayServer(self, settings)
         self._sessions: dict[bytes, _Relayed] = {}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._inboxes: dict[int, asyncio.Queue[Item]] = {}
@@ -125,7 +125,7 @@ class Front:
             yield await self._events.get()
 
     async def answer(self, items: Sequence[tuple[int, Item]]) -> None:
-        """Takes parts of answers, each with the number of its request. Ignores requests that nobody waits for."""
+        """Takes parts of answers, each with the number of its request. Ignores requests that no one waits for."""
         for number, item in items:
             inbox = self._inboxes.get(number)
             if inbox is not None:
@@ -150,7 +150,7 @@ class Front:
         number, inbox = next(self._numbers), asyncio.Queue[Item]()
         self._inboxes[number] = inbox
         session.numbers.add(number)
-        self._events.put_nowait(Asked(number, session.digest, request))
+        self._events.put_nowait(OutputRequested(number, session.digest, request))
         end: Event | None = Gone(number)
         try:
             while True:

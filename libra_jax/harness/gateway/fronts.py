@@ -23,10 +23,10 @@ RESTARTS = 20
 class FrontClient(typed_clients.ActorClient):
     """A front, for one life of its process. See `typed_clients.ActorClient` for the arguments."""
 
-    start = typed_clients.Call("engine_start", "start", front_lib.Front.start)
-    admit = typed_clients.Call("first_token", "admit sessions", front_lib.Front.admit)
-    dismiss = typed_clients.Call("first_token", "end a session", front_lib.Front.dismiss)
-    answer = typed_clients.Call("first_token", "take answers", front_lib.Front.answer)
+    start = typed_clients.ClientMethod("engine_start", "start", front_lib.Front.start)
+    admit = typed_clients.ClientMethod("first_token", "admit sessions", front_lib.Front.admit)
+    dismiss = typed_clients.ClientMethod("first_token", "end a session", front_lib.Front.dismiss)
+    answer = typed_clients.ClientMethod("first_token", "take answers", front_lib.Front.answer)
 
     def events(self) -> AsyncGenerator[front_lib.Event, None]:
         """Yields what clients ask and how their answers end."""
@@ -34,7 +34,7 @@ class FrontClient(typed_clients.ActorClient):
 
 
 @dataclass(frozen=True)
-class _Session:
+class _ServedSession:
     """A session, and whom to tell whether requests can arrive (see `Fronts.open`)."""
 
     conversation: protocols.Conversation
@@ -47,7 +47,7 @@ class _PendingRequest:
 
     Attributes:
       task: iterates the session's reply.
-      settled: True if the answer was delivered, False if nobody waits for it.
+      settled: True if the answer was delivered, False if no one waits for it.
     """
 
     task: asyncio.Task[None]
@@ -72,7 +72,7 @@ class _Front:
     spec: protocols.ActorSpec
     client: FrontClient
     url: str = ""
-    sessions: dict[bytes, _Session] = field(default_factory=dict)
+    sessions: dict[bytes, _ServedSession] = field(default_factory=dict)
     requests: dict[int, tuple[bytes, _PendingRequest]] = field(default_factory=dict)
     outbox: list[tuple[int, front_lib.Item]] = field(default_factory=list)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,7 +110,7 @@ class Fronts:
             front = self._front
         secret = secret or secrets.token_urlsafe(24)
         session = front_lib.digest(secret)
-        front.sessions[session] = _Session(conversation, reachable)
+        front.sessions[session] = _ServedSession(conversation, reachable)
         try:
             # While the front restarts, the session is admitted with the others.
             with _restarting(front):
@@ -125,7 +125,7 @@ class Fronts:
         if front is None or front.sessions.pop(session, None) is None:
             return
         tasks = {request.task for owner, request in front.requests.values() if owner == session}
-        # Of a complete answer this means that nobody knows: the client may have it already.
+        # Of a complete answer this means that no one knows: the client may have it already.
         await deadlines.cancel_all(tasks)
         with _restarting(front):
             await front.client.dismiss(session)
@@ -208,7 +208,7 @@ class Fronts:
         self._recorder.note(f"{front.spec.name} died and was restarted ({lost}).")
 
     def _take(self, front: _Front, event: front_lib.Event) -> None:
-        if isinstance(event, front_lib.Asked):
+        if isinstance(event, front_lib.OutputRequested):
             settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             task = asyncio.ensure_future(self._serve(front, event, settled))
             front.requests[event.number] = event.session, _PendingRequest(task, settled)
@@ -222,8 +222,8 @@ class Fronts:
         if request is not None and not request.settled.done():
             request.settled.set_result(isinstance(event, front_lib.Delivered))
 
-    async def _serve(self, front: _Front, event: front_lib.Asked, settled: asyncio.Future[bool]) -> None:
-        """Passes a session's reply on, until it is delivered or nobody waits for it."""
+    async def _serve(self, front: _Front, event: front_lib.OutputRequested, settled: asyncio.Future[bool]) -> None:
+        """Passes a session's reply on, until it is delivered or no one waits for it."""
 
         def tell(item: front_lib.Item) -> None:
             front.outbox.append((event.number, item))

@@ -37,7 +37,7 @@ def _as_function(value: Any) -> Any:
     return {**value, "function": None} if isinstance(kind, str) and kind not in ("function", "custom") else value
 
 
-class Call(fields.Fields):
+class ChatToolCall(fields.Fields):
     id: fields.Name
     function: Function
     type: Literal["function"] = "function"
@@ -51,7 +51,7 @@ class ChatMessage(fields.Fields):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: fields.Content = Field(default_factory=list)
-    tool_calls: list[Annotated[Call, BeforeValidator(_as_function)]] | None = None
+    tool_calls: list[Annotated[ChatToolCall, BeforeValidator(_as_function)]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -97,7 +97,7 @@ class Definition(fields.Fields):
     strict: fields.Ignored = None
 
 
-class Tool(fields.Fields):
+class ChatTool(fields.Fields):
     type: str
     function: Definition | None
     custom: None = None
@@ -108,12 +108,12 @@ class StreamOptions(fields.Fields):
     include_obfuscation: fields.Ignored = None
 
 
-class Completion(fields.Request):
+class Completion(fields.RequestBody):
     """The body of POST /v1/chat/completions."""
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=fields.MOST_ITEMS)]
-    tools: list[Annotated[Tool, BeforeValidator(_as_function)]] = Field(default_factory=list)
+    tools: list[Annotated[ChatTool, BeforeValidator(_as_function)]] = Field(default_factory=list)
     tool_choice: Any = None
     n: fields.Count = 1
     stop: fields.Stops = Field(default_factory=list)
@@ -142,7 +142,7 @@ class Completion(fields.Request):
     }
 
 
-def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
+def read(body: exchanges.Json, model: str, session: sessions.GatewaySession) -> exchanges.Exchange:
     """Reads a request. See `exchanges.Read`."""
     parameters, hints = Completion.read(body)
     functions = [tool.function for tool in parameters.tools if tool.function]
@@ -158,10 +158,10 @@ def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchang
         options=parameters.options(parameters.response_format),
         hints=hints,
     )
-    return _Exchange(request, parameters, model)
+    return _ChatExchange(request, parameters, model)
 
 
-class _Exchange:
+class _ChatExchange:
     def __init__(self, request: protocols.ChatRequest, parameters: Completion, model: str) -> None:
         self.request, self.choices, self.streams = request, parameters.n, parameters.stream
         self._parameters = parameters

@@ -86,7 +86,7 @@ ITEMS: Mapping[str, type[Item]] = {
 """Class of each type of input item."""
 
 
-class Tool(fields.Fields):
+class ResponsesTool(fields.Fields):
     """A function of the client."""
 
     type: Literal["function"] = "function"
@@ -117,7 +117,7 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class Create(fields.Request):
+class ResponsesBody(fields.RequestBody):
     """The body of POST /v1/responses."""
 
     model: str
@@ -156,9 +156,9 @@ ENCRYPTED = "reasoning.encrypted_content"
 """What agents ask for always in `include`. Reasoning travels as plain text here."""
 
 
-def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
+def read(body: exchanges.Json, model: str, session: sessions.GatewaySession) -> exchanges.Exchange:
     """Reads a request. See `exchanges.Read`."""
-    parameters, hints = Create.read(body)
+    parameters, hints = ResponsesBody.read(body)
     hints += [f"include.{name}"[: fields.LONGEST_NAME] for name in parameters.include if name != ENCRYPTED]
     tools, forms = _tools(parameters.tools, hints)
     flat = {(form.namespace, form.name): name for name, form in forms.items()}
@@ -189,7 +189,7 @@ def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchang
     def keep(reply: protocols.Reply, response: exchanges.Json) -> None:
         session.keep((*messages, reply.message), response)
 
-    return response_events.Exchange(request, parameters.stream, request_fields, forms, keep)
+    return response_events.ResponsesExchange(request, parameters.stream, request_fields, forms, keep)
 
 
 def _tools(
@@ -213,7 +213,7 @@ def _tools(
             hints.append(f"tools.{kind}"[: fields.LONGEST_NAME])
             continue
         definition = {**fields.custom_tool(value), "type": "function"} if kind == "custom" else value
-        tool = fields.validated(Tool, definition, place, hints)
+        tool = fields.validated(ResponsesTool, definition, place, hints)
         # Two namespaces may have functions of one name, and the model sees no namespaces.
         name = f"{namespace}__{tool.name}" if namespace else tool.name
         tools.append(fields.tool(name, tool.description, tool.parameters))
@@ -221,7 +221,7 @@ def _tools(
     return tools, forms
 
 
-def _before(response_id: str | None, session: sessions.Session) -> Sequence[protocols.Message]:
+def _before(response_id: str | None, session: sessions.GatewaySession) -> Sequence[protocols.Message]:
     if not response_id:
         return ()
     if response_id not in session.responses:
@@ -235,7 +235,7 @@ def _before(response_id: str | None, session: sessions.Session) -> Sequence[prot
     return session.responses[response_id][0]
 
 
-def _items(values: Sequence[Any], session: sessions.Session, hints: list[str]) -> list[Item]:
+def _items(values: Sequence[Any], session: sessions.GatewaySession, hints: list[str]) -> list[Item]:
     items: list[Item] = []
     for number, value in enumerate(values):
         path = f"input[{number}]"

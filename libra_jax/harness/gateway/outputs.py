@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from libra_jax import protocols
 
 CLOSE_SECONDS = 30.0
-"""Seconds that a conversation has to take back an output that nobody waits for any more."""
+"""Seconds that a conversation has to take back an output that no one waits for any more."""
 
 MOST_WAITING = 4096
 """Parts of a stream that wait for the client. Beyond, the output itself waits.

@@ -35,7 +35,7 @@ class CallForm:
     custom: bool = False
 
 
-class Exchange:
+class ResponsesExchange:
     """See `exchanges.Exchange`. The API has one choice.
 
     An item ends when the next one begins. Its text is collected, because the events that end it repeat the text.

@@ -60,7 +60,7 @@ def bound(limits: config_lib.GatewayConfig) -> socket.socket:
     return listening
 
 
-class Server:
+class GatewayServer:
     """Serves the sessions of a run over HTTP. Several may run in one process.
 
     Args:

@@ -20,7 +20,7 @@ KEPT_ITEMS = 4096
 """Items of a session's responses that a request may name by `item_reference`, and contents of its failed requests."""
 
 
-class Session:
+class GatewaySession:
     """A session's limits and memory. Lives as long as its conversation.
 
     Attributes:
@@ -114,14 +114,14 @@ class Sessions:
     def __init__(self, conversations: protocols.Conversations, limits: config_lib.GatewayConfig) -> None:
         self._conversations, self._limits = conversations, limits
         # Weak, so that a session that ended leaves nothing behind.
-        self._sessions: weakref.WeakKeyDictionary[protocols.Conversation, Session] = weakref.WeakKeyDictionary()
+        self._sessions: weakref.WeakKeyDictionary[protocols.Conversation, GatewaySession] = weakref.WeakKeyDictionary()
 
     @property
     def model(self) -> str:
         """Name of the model in answers."""
         return self._conversations.model
 
-    def find(self, secret: str) -> tuple[protocols.Conversation, Session]:
+    def find(self, secret: str) -> tuple[protocols.Conversation, GatewaySession]:
         """Returns the session with this secret.
 
         Raises:
@@ -136,5 +136,5 @@ class Sessions:
             )
         session = self._sessions.get(conversation)
         if session is None:
-            session = self._sessions[conversation] = Session(self._limits)
+            session = self._sessions[conversation] = GatewaySession(self._limits)
         return conversation, session

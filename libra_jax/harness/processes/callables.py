@@ -37,7 +37,7 @@ class InProcess:
     name: str
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
-    settings: commands.Settings
+    settings: commands.ProgramSettings
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
         loop, settings = asyncio.get_running_loop(), self.settings
@@ -87,7 +87,7 @@ class InChild:
     function: str
     arguments: Mapping[str, Any]
     search: Sequence[str]
-    settings: commands.Settings
+    settings: commands.ProgramSettings
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
         key, sealed = secrets.token_hex(32), job.root / "told" / _VERDICT

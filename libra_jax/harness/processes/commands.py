@@ -22,7 +22,7 @@ TASK_NAME = "task.json"
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProgramSettings:
     """What all programs of a harness share. `factory.environment` has the fields; `template` is its `workspace`."""
 
     seconds: float
@@ -40,14 +40,14 @@ def task_text(task: protocols.Task) -> str:
     return json.dumps({"prompt_id": task.prompt_id, **task.payload})
 
 
-def variables(settings: Settings, endpoint: protocols.Endpoint, places: Mapping[str, str]) -> dict[str, str]:
+def variables(settings: ProgramSettings, endpoint: protocols.Endpoint, places: Mapping[str, str]) -> dict[str, str]:
     """Returns an agent's complete environment. `places` are variables that name folders and files."""
     inherited_variables = {name: os.environ[name] for name in KEPT if name in os.environ}
     return {**inherited_variables, **places, **endpoint.environment(), **settings.variables}
 
 
 @dataclass(frozen=True)
-class Container:
+class CommandContainer:
     """A container in which a command runs.
 
     Attributes:
@@ -81,8 +81,8 @@ class Command:
     """Runs a command, which has placeholders (`jobs.Job.filled`): in a container, or outside of any."""
 
     command: Sequence[str] | str
-    settings: Settings
-    container: Container | None = None
+    settings: ProgramSettings
+    container: CommandContainer | None = None
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
         settings, root = self.settings, job.root
@@ -111,7 +111,7 @@ class Command:
 
 
 def finished(
-    job: jobs.Job, settings: Settings, result: processes.ProgramResult, verdict: object = None
+    job: jobs.Job, settings: ProgramSettings, result: processes.ProgramResult, verdict: object = None
 ) -> jobs.Finished:
     """Returns the end of an agent, with the files that it left. Reads files."""
     files, refused = workspace.collect(job.work, settings.collect, settings.most_bytes)

@@ -40,7 +40,7 @@ _CLOSE_SECONDS = 5.0
 _CHUNK = 65536
 
 
-class Door:
+class GatewaySocket:
     """A socket in the folder that sandboxes see. Hands its connections on to the gateway. See `toolkit.Resource`.
 
     Args:
@@ -97,7 +97,7 @@ class Confined:
     """Runs a command, which has placeholders (`jobs.Job.filled`), in the sandbox of the run's tools."""
 
     command: Sequence[str] | str
-    settings: commands.Settings
+    settings: commands.ProgramSettings
     tools: toolkit.Toolkit
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
@@ -130,7 +130,7 @@ class Confined:
             return ""
         host, port = parts.hostname or "127.0.0.1", parts.port or 80
         name = f"gateway-{port}"
-        await self.tools.open_once((Door, host, port), lambda: Door(sandbox.door / name, host, port))
+        await self.tools.open_once((GatewaySocket, host, port), lambda: GatewaySocket(sandbox.door / name, host, port))
         return f"{sandbox.door_place}/{name}"
 
     def _code(self, job: jobs.Job, door: str) -> str:
@@ -146,10 +146,10 @@ class Confined:
 
 
 def _pack(work: Path, most_bytes: int) -> bytes:
-    return snapshots.Snapshot.read(work, most_bytes).pack()
+    return snapshots.RepositorySnapshot.read(work, most_bytes).pack()
 
 
-def _status(outcome: limits_module.Outcome) -> tuple[int | None, str]:
+def _status(outcome: limits_module.SandboxOutcome) -> tuple[int | None, str]:
     """Returns the exit status of a program, as a shell shows it, and its output. None for a missed deadline."""
     if outcome.status == "timeout":
         return None, outcome.text

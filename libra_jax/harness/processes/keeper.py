@@ -144,7 +144,7 @@ def main(folder: str, after: list[str], orphaned: list[str], program: list[str])
     if gone:
         import shutil  # only here: the import would double the start's time
 
-        shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do it
+        shutil.rmtree(folder, ignore_errors=True)  # no one else is left to do it
     if status is None:
         return _SIGNALS + signal.SIGKILL
     return status if status >= 0 else _SIGNALS - status

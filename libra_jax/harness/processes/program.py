@@ -29,9 +29,9 @@ class AgentHarness:
     """
 
     name: str
-    runner: jobs.Runner
-    scorer: scoring.Scorer
-    settings: commands.Settings
+    runner: jobs.AgentRunner
+    scorer: scoring.RolloutScorer
+    settings: commands.ProgramSettings
     exits: Sequence[int]
     overdue: str
     most: int

@@ -35,14 +35,14 @@ def tell(root: Path, name: str, text: str) -> Path:
     return root / "told" / name
 
 
-def fill(root: Path, template: str, files: snapshots.Snapshot) -> None:
+def fill(root: Path, template: str, files: snapshots.RepositorySnapshot) -> None:
     """Copies a template into the folder's working directory, and writes files there."""
     if template:
         shutil.copytree(template, root / "work", symlinks=True, dirs_exist_ok=True)
     lay(files, root / "work")
 
 
-def lay(files: snapshots.Snapshot, folder: Path) -> None:
+def lay(files: snapshots.RepositorySnapshot, folder: Path) -> None:
     """Writes files into a folder. Paths that lead out of the folder are refused."""
     for path in (*files.files, *files.links):
         if not snapshots.is_inside(path):
@@ -78,7 +78,7 @@ def collect(work: Path, patterns: Sequence[str], most_bytes: int) -> tuple[dict[
     if work.is_symlink():
         return {}, "the agent put a link in the place of its working directory"
     try:
-        files = snapshots.Snapshot.read(work, most_bytes).files
+        files = snapshots.RepositorySnapshot.read(work, most_bytes).files
     except (protocols.DataError, OSError, RecursionError) as error:  # the last one: folders that are nested too deeply
         return {}, str(error)
     return select(files, patterns), ""

@@ -36,12 +36,12 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention over one set of segments: [B, T, H, K] from queries [B, T, H, K], keys and values [B, T, N, K]."""
 
 
-def target(device: jax.Device) -> feasibility.Target:
+def target(device: jax.Device) -> feasibility.CompileTarget:
     """Returns what kind of device this is; works on devices of a topology description too."""
     # AMD's GPUs answer with a name, such as gfx90a, and CPUs and TPUs have no such attribute.
     parts = str(getattr(device, "compute_capability", "")).split(".")
     capability = (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(part.isdigit() for part in parts) else (0, 0)
-    return feasibility.Target(device.platform, capability)
+    return feasibility.CompileTarget(device.platform, capability)
 
 
 def prepare(
@@ -54,7 +54,7 @@ def prepare(
     heads: int,
     head_dim: int,
     dtype: str,
-    on: feasibility.Target = feasibility.CPU,
+    on: feasibility.CompileTarget = feasibility.CPU,
     packed: bool = True,
 ) -> Attend:
     """Returns the attention function for these segments, after it has computed what all layers share.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from libra_jax.models import feasibility
 from libra_jax.models.experts import expert_rows, grouped_products
-from libra_jax.models.experts.expert_rows import Weights
+from libra_jax.models.experts.expert_rows import LayerExperts
 
 Sums = TypeVar("Sums")
 
@@ -32,7 +32,7 @@ PARTS = 4
 larger ones add up fewer gradients of weights."""
 
 
-class Part(NamedTuple):
+class RowSpan(NamedTuple):
     """Some of the sorted rows, one after the other.
 
     Attributes:
@@ -63,10 +63,12 @@ def part_rows(rows: float, alone: bool) -> int:
     return feasibility.GROUPED_STEP * math.ceil(min(part_size, MOST_ROWS) / feasibility.GROUPED_STEP)
 
 
-def mixed(x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, weights: Weights, rows: float) -> jax.Array:
+def mixed(
+    x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, weights: LayerExperts, rows: float
+) -> jax.Array:
     """Returns this device's experts' part of the sum, float32 [N, D]. See `expert_tiles.mixed`."""
 
-    def compute(part: Part) -> jax.Array:
+    def compute(part: RowSpan) -> jax.Array:
         hidden_SxF, *_ = _hidden(x_NxD[part.token_S], weights, part.counts_E)
         out_SxD = grouped_products.by_rows(hidden_SxF, weights.down_ExDxF, part.counts_E)
         return _summed(out_SxD, part, share_NxK)
@@ -75,12 +77,17 @@ def mixed(x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, weights
 
 
 def mixed_gradients(
-    x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, grad_NxD: jax.Array, weights: Weights, rows: float
-) -> tuple[jax.Array, jax.Array, Weights]:
+    x_NxD: jax.Array,
+    share_NxK: jax.Array,
+    chosen_NxK: jax.Array,
+    grad_NxD: jax.Array,
+    weights: LayerExperts,
+    rows: float,
+) -> tuple[jax.Array, jax.Array, LayerExperts]:
     """Returns the gradients of `mixed`, float32, with the hidden values computed again."""
     share_R, dtype = share_NxK.reshape(-1), x_NxD.dtype
 
-    def compute(part: Part) -> tuple[jax.Array, jax.Array, Weights]:
+    def compute(part: RowSpan) -> tuple[jax.Array, jax.Array, LayerExperts]:
         counts_E = part.counts_E
         in_SxD = x_NxD[part.token_S]
         # Rows of no expert may be padding, whose gradient may be anything, and `outer` takes finite numbers alone.
@@ -94,7 +101,7 @@ def mixed_gradients(
         (gate_grad_SxF,) = slope(back_SxF * share_S * up_SxF)
         gate_grad_SxF = gate_grad_SxF.astype(dtype)
         up_grad_SxF = (back_SxF * share_S * activated_SxF).astype(dtype)
-        weight_grads = Weights(
+        weight_grads = LayerExperts(
             grouped_products.outer(gate_grad_SxF, in_SxD, counts_E),
             grouped_products.outer(up_grad_SxF, in_SxD, counts_E),
             grouped_products.outer((grad_SxD * share_S).astype(dtype), hidden_SxF, counts_E),
@@ -107,7 +114,7 @@ def mixed_gradients(
     return _over_parts(chosen_NxK, len(weights.gate_ExFxD), rows, compute)
 
 
-def _hidden(in_SxD: jax.Array, weights: Weights, counts_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _hidden(in_SxD: jax.Array, weights: LayerExperts, counts_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the hidden values of a part's rows in the compute dtype, and their two factors in float32."""
     gate_SxF, up_SxF = (
         grouped_products.by_rows(in_SxD, leaf, counts_E).astype(jnp.float32)
@@ -116,7 +123,7 @@ def _hidden(in_SxD: jax.Array, weights: Weights, counts_E: jax.Array) -> tuple[j
     return (jax.nn.silu(gate_SxF) * up_SxF).astype(in_SxD.dtype), gate_SxF, up_SxF
 
 
-def _summed(values_SxD: jax.Array, part: Part, share_NxK: jax.Array | None = None) -> jax.Array:
+def _summed(values_SxD: jax.Array, part: RowSpan, share_NxK: jax.Array | None = None) -> jax.Array:
     """Returns at each token the sum of its rows in the part, times their shares; float32 [N, D]."""
     share_NxK = jnp.ones((), jnp.float32) if share_NxK is None else share_NxK
     weight_NxK = jnp.where(part.inside_NxK, share_NxK, 0.0)
@@ -130,7 +137,7 @@ def _floats(tree: Sums) -> Sums:
     return floats
 
 
-def _over_parts(chosen_NxK: jax.Array, experts: int, rows: float, compute: Callable[[Part], Sums]) -> Sums:
+def _over_parts(chosen_NxK: jax.Array, experts: int, rows: float, compute: Callable[[RowSpan], Sums]) -> Sums:
     """Returns the sum of what `compute` returns for each part.
 
     Args:
@@ -146,13 +153,13 @@ def _over_parts(chosen_NxK: jax.Array, experts: int, rows: float, compute: Calla
     total, ends_E = jnp.sum(counts_E), jnp.cumsum(counts_E)
     padded_R = jnp.pad(order_R, (0, size))  # the last part may reach over the end
 
-    def part(number: jax.Array | int) -> Part:
+    def part(number: jax.Array | int) -> RowSpan:
         first = number * size
         row_S = jax.lax.dynamic_slice_in_dim(padded_R, first, size)
         until_E = jnp.clip(ends_E - first, 0, size)
         place_NxK = place_R.reshape(chosen_NxK.shape)
         inside_NxK = (place_NxK >= first) & (place_NxK < jnp.minimum(first + size, total))
-        return Part(
+        return RowSpan(
             row_S,
             row_S // chosen_NxK.shape[1],
             first + jnp.arange(size) < total,

@@ -17,7 +17,7 @@ SCOPE = "expert_rows"
 """Name of the loops over a device's rows in compiled programs (`planning.compiled`)."""
 
 
-class Weights(NamedTuple):
+class LayerExperts(NamedTuple):
     """Weights of all experts of a layer, in Hugging Face's layout [out, in]."""
 
     gate_ExFxD: jax.Array

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from libra_jax.models.experts import expert_rows
-from libra_jax.models.experts.expert_rows import Weights
+from libra_jax.models.experts.expert_rows import LayerExperts
 
 Carry = TypeVar("Carry")
 
@@ -86,7 +86,7 @@ def balanced_iterations(rows: float, experts: int) -> float:
     return math.ceil((rows / tile_rows(rows, experts) + experts / 2) / TILES_AT_ONCE)
 
 
-def _tiles(chosen_MxK: jax.Array, weights: Weights, rows: float) -> Tiles:
+def _tiles(chosen_MxK: jax.Array, weights: LayerExperts, rows: float) -> Tiles:
     """Sorts the rows of this device's experts.
 
     Args:
@@ -122,7 +122,9 @@ def _over_tiles(tiles: Tiles, add: Callable[[Carry, Tile], Carry], carry: Carry)
         return jax.lax.fori_loop(0, -(-tiles.ends_E[-1] // TILES_AT_ONCE), several, carry)
 
 
-def mixed(x_MxD: jax.Array, share_MxK: jax.Array, chosen_MxK: jax.Array, weights: Weights, rows: float) -> jax.Array:
+def mixed(
+    x_MxD: jax.Array, share_MxK: jax.Array, chosen_MxK: jax.Array, weights: LayerExperts, rows: float
+) -> jax.Array:
     """Returns this device's experts' part of the sum, float32 [tokens, D]."""
     share_R = share_MxK.reshape(-1)
 
@@ -135,12 +137,17 @@ def mixed(x_MxD: jax.Array, share_MxK: jax.Array, chosen_MxK: jax.Array, weights
 
 
 def mixed_gradients(
-    x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, grad_NxD: jax.Array, weights: Weights, rows: float
-) -> tuple[jax.Array, jax.Array, Weights]:
+    x_NxD: jax.Array,
+    share_NxK: jax.Array,
+    chosen_NxK: jax.Array,
+    grad_NxD: jax.Array,
+    weights: LayerExperts,
+    rows: float,
+) -> tuple[jax.Array, jax.Array, LayerExperts]:
     """Returns the gradients of `mixed`, float32, tile by tile with the hidden values computed again."""
     share_R, dtype = share_NxK.reshape(-1), x_NxD.dtype
 
-    def add(sums: tuple[jax.Array, jax.Array, Weights], tile: Tile) -> tuple[jax.Array, jax.Array, Weights]:
+    def add(sums: tuple[jax.Array, jax.Array, LayerExperts], tile: Tile) -> tuple[jax.Array, jax.Array, LayerExperts]:
         x_grad_NxD, share_grad_R, weight_grads = sums
         gate_FxD, up_FxD, down_DxF = (leaf[tile.expert] for leaf in weights)
         in_MxD = x_NxD[tile.token_M]
@@ -156,16 +163,18 @@ def mixed_gradients(
         gate_grad_MxF = gate_grad_MxF.astype(dtype)
         up_grad_MxF = (back_MxF * share_M * activated_MxF).astype(dtype)
         shared_MxD = (grad_MxD * share_M).astype(dtype)
-        new = Weights(_times(gate_grad_MxF.T, in_MxD), _times(up_grad_MxF.T, in_MxD), _times(shared_MxD.T, hidden_MxF))
+        new = LayerExperts(
+            _times(gate_grad_MxF.T, in_MxD), _times(up_grad_MxF.T, in_MxD), _times(shared_MxD.T, hidden_MxF)
+        )
         in_grad_MxD = _times(gate_grad_MxF, gate_FxD) + _times(up_grad_MxF, up_FxD)
         return (
             x_grad_NxD.at[tile.token_M].add(in_grad_MxD),
             share_grad_R.at[tile.row_M].add(share_grad_M),
-            Weights(*(total.at[tile.expert].add(part) for total, part in zip(weight_grads, new, strict=True))),
+            LayerExperts(*(total.at[tile.expert].add(part) for total, part in zip(weight_grads, new, strict=True))),
         )
 
     zeros = jnp.zeros(x_NxD.shape, jnp.float32), jnp.zeros(share_R.shape, jnp.float32)
-    empty = Weights(*(jnp.zeros(leaf.shape, jnp.float32) for leaf in weights))
+    empty = LayerExperts(*(jnp.zeros(leaf.shape, jnp.float32) for leaf in weights))
     x_grad_NxD, share_grad_R, weight_grads = _over_tiles(_tiles(chosen_NxK, weights, rows), add, (*zeros, empty))
     return x_grad_NxD, share_grad_R.reshape(share_NxK.shape), weight_grads
 
@@ -175,7 +184,7 @@ def _times(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
-def _hidden(in_MxD: jax.Array, weights: Weights, expert: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _hidden(in_MxD: jax.Array, weights: LayerExperts, expert: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the hidden values of a tile's rows in the compute dtype, and their two factors in float32."""
     gate_MxF, up_MxF = (_times(in_MxD, leaf[expert].T) for leaf in (weights.gate_ExFxD, weights.up_ExFxD))
     return (jax.nn.silu(gate_MxF) * up_MxF).astype(in_MxD.dtype), gate_MxF, up_MxF

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from libra_jax.models import collectives, communication_bounds, sharding
 from libra_jax.models.experts import expert_groups, expert_tiles
-from libra_jax.models.experts.expert_rows import Weights
+from libra_jax.models.experts.expert_rows import LayerExperts
 
 Computed = TypeVar("Computed")
 
@@ -45,7 +45,7 @@ _WIDTH = tuple(axes.index("expert_embed") for axes in _WEIGHTS)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mix(
-    kernel: str, x_BxTxD: jax.Array, share_BxTxK: jax.Array, chosen_BxTxK: jax.Array, weights: Weights
+    kernel: str, x_BxTxD: jax.Array, share_BxTxK: jax.Array, chosen_BxTxK: jax.Array, weights: LayerExperts
 ) -> jax.Array:
     """Returns for each token the sum of its experts' outputs, times their shares: [B, T, D] in the dtype of `x`.
 
@@ -63,14 +63,14 @@ def mix(
 
 
 def _mix_forward(
-    kernel: str, x_BxTxD: jax.Array, share_BxTxK: jax.Array, chosen_BxTxK: jax.Array, weights: Weights
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array, Weights]]:
+    kernel: str, x_BxTxD: jax.Array, share_BxTxK: jax.Array, chosen_BxTxK: jax.Array, weights: LayerExperts
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array, LayerExperts]]:
     return mix(kernel, x_BxTxD, share_BxTxK, chosen_BxTxK, weights), (x_BxTxD, share_BxTxK, chosen_BxTxK, weights)
 
 
 def _mix_backward(
-    kernel: str, saved: tuple[jax.Array, jax.Array, jax.Array, Weights], grad_BxTxD: jax.Array
-) -> tuple[jax.Array, jax.Array, None, Weights]:
+    kernel: str, saved: tuple[jax.Array, jax.Array, jax.Array, LayerExperts], grad_BxTxD: jax.Array
+) -> tuple[jax.Array, jax.Array, None, LayerExperts]:
     x_BxTxD, share_BxTxK, chosen_BxTxK, weights = saved
     tokens = [sharding.RESIDUAL] * 3
     local = collectives.per_device(
@@ -79,7 +79,7 @@ def _mix_backward(
         [sharding.RESIDUAL, sharding.RESIDUAL, *_WEIGHTS],
     )
     x_grad, share_grad, *weight_grads = local(x_BxTxD, share_BxTxK, chosen_BxTxK, *weights, grad_BxTxD)
-    return x_grad, share_grad, None, Weights(*weight_grads)
+    return x_grad, share_grad, None, LayerExperts(*weight_grads)
 
 
 mix.defvjp(_mix_forward, _mix_backward)
@@ -94,7 +94,7 @@ def _forward(kernel: str, x: jax.Array, share: jax.Array, chosen: jax.Array, *we
     local_weights, tokens = _whole(weights, x.dtype), (_flat(x), _flat(share), _flat(chosen))
     mixed = expert_groups.mixed if kernel == "groups" else expert_tiles.mixed
 
-    def compute(exchange: Exchange) -> jax.Array:
+    def compute(exchange: TokenExchange) -> jax.Array:
         x_MxD, share_MxK = exchange.bring(tokens[0]), exchange.bring(tokens[1])
         part_MxD = mixed(x_MxD, share_MxK, exchange.bring_experts(tokens[2]), local_weights, exchange.rows)
         return exchange.take_back(part_MxD.astype(x.dtype))
@@ -110,7 +110,7 @@ def _backward(
     local_weights, tokens = _whole(weights, x.dtype), (_flat(x), _flat(share), _flat(chosen), _flat(grad))
     gradients = expert_groups.mixed_gradients if kernel == "groups" else expert_tiles.mixed_gradients
 
-    def compute(exchange: Exchange) -> tuple[jax.Array, jax.Array, Weights]:
+    def compute(exchange: TokenExchange) -> tuple[jax.Array, jax.Array, LayerExperts]:
         x_MxD, share_MxK, grad_MxD = (exchange.bring(tokens[place]) for place in (0, 1, 3))
         brought = exchange.bring_experts(tokens[2])
         x_grad_MxD, share_grad_MxK, grads = gradients(x_MxD, share_MxK, brought, grad_MxD, local_weights, exchange.rows)
@@ -136,10 +136,10 @@ def _flat(x_BxTxD: jax.Array) -> jax.Array:
     return x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
 
 
-def _whole(weights: Sequence[jax.Array], dtype: jnp.dtype) -> Weights:
+def _whole(weights: Sequence[jax.Array], dtype: jnp.dtype) -> LayerExperts:
     """Returns this device's experts in the compute dtype, with their width gathered over `context`."""
     # Cast first, so that fewer bytes travel.
-    return Weights(
+    return LayerExperts(
         *(
             collectives.all_gather(leaf.astype(dtype), "context", axis)
             for leaf, axis in zip(weights, _WIDTH, strict=True)
@@ -155,7 +155,7 @@ OVERFLOW = "expert_overflow"
 """Name of the branch that gathers all tokens in compiled programs (`planning.compiled`)."""
 
 
-class Exchange(NamedTuple):
+class TokenExchange(NamedTuple):
     """Brings tokens to the devices of their experts, and results back.
 
     Attributes:
@@ -194,7 +194,7 @@ class Exchange(NamedTuple):
         return total_NxD.at[self.slot_WxC.reshape(-1)].add(home_MxD)[:-1].astype(part_MxD.dtype)
 
 
-def _exchanged(chosen_NxK: jax.Array, experts: int, compute: Callable[[Exchange], Computed]) -> Computed:
+def _exchanged(chosen_NxK: jax.Array, experts: int, compute: Callable[[TokenExchange], Computed]) -> Computed:
     """Computes over an all-to-all if every token finds a place in it, else over all tokens.
 
     Args:
@@ -205,7 +205,7 @@ def _exchanged(chosen_NxK: jax.Array, experts: int, compute: Callable[[Exchange]
     (tokens, of_token), ways = chosen_NxK.shape, sharding.ways("fsdp")
     rows = tokens * of_token * sharding.ways("tensor")
     places = math.ceil(tokens * communication_bounds.places_for_experts(ways, of_token))
-    everything = Exchange(tokens, rows, None)
+    everything = TokenExchange(tokens, rows, None)
     if places >= tokens:
         return compute(everything)
     needs_NxW = (chosen_NxK[..., None] // experts == jnp.arange(ways)).any(axis=1)
@@ -220,4 +220,4 @@ def _exchanged(chosen_NxK: jax.Array, experts: int, compute: Callable[[Exchange]
             return compute(everything)
 
     fits = collectives.sum_over(missing, "fsdp", "tensor") == 0
-    return jax.lax.cond(fits, lambda: compute(Exchange(tokens, rows, slot_WxC)), overflow)
+    return jax.lax.cond(fits, lambda: compute(TokenExchange(tokens, rows, slot_WxC)), overflow)

@@ -23,7 +23,7 @@ class Losses(NamedTuple):
     z_BxT: jax.Array
 
 
-class Given(NamedTuple):
+class GivenExperts(NamedTuple):
     """Experts chosen elsewhere (routing replay, arXiv 2510.11370).
 
     Attributes:
@@ -36,7 +36,7 @@ class Given(NamedTuple):
 
 
 def choose(
-    logits_BxTxE: jax.Array, count: int, normalize: bool, routing: Given | None = None
+    logits_BxTxE: jax.Array, count: int, normalize: bool, routing: GivenExperts | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the experts of each token, int32 [B, T, K], and their shares, float32 [B, T, K].
 
@@ -45,7 +45,7 @@ def choose(
     Args:
       count: K.
       normalize: True if the shares of a token sum to 1. If False, they are probabilities among all experts.
-      routing: experts of this layer to take in place of the router's own.
+      routing: experts of this layer to take instead of the router's own.
     """
     logits_BxTxE = logits_BxTxE.astype(jnp.float32)
     _, chosen_BxTxK = jax.lax.top_k(logits_BxTxE, count)

@@ -31,7 +31,7 @@ Start = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Request:
+class LeafRequest:
     """A leaf, or one layer of a stacked leaf, to bring to the first process.
 
     Attributes:
@@ -46,7 +46,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPiece:
     """One device's part of a block.
 
     Attributes:
@@ -59,12 +59,12 @@ class Piece:
     data: jax.Array
 
 
-Block = tuple[int, Sequence[Piece]]
+Block = tuple[int, Sequence[BlockPiece]]
 """Number of the request, and the pieces that make up a block of it, each part of the leaf once."""
 
 
 @contextlib.contextmanager
-def blocks(requests: Sequence[Request], block_bytes: int, *, to_host: bool) -> Iterator[Iterator[Block]]:
+def blocks(requests: Sequence[LeafRequest], block_bytes: int, *, to_host: bool) -> Iterator[Iterator[Block]]:
     """Yields an iterator over the blocks of all requests, in order, for the first process to read.
 
     With several processes, taking the next block is a collective. All processes enter with the same requests. Blocks
@@ -117,9 +117,9 @@ def _ahead(launched: Iterator[Block]) -> Iterator[Block]:
                 piece.data.delete()
 
 
-def _launched(requests: Sequence[Request], block_bytes: int, to_host: bool) -> Iterator[Block]:
+def _launched(requests: Sequence[LeafRequest], block_bytes: int, to_host: bool) -> Iterator[Block]:
     # By the leaf's identity: requests for its layers share them.
-    host_pieces: dict[int, list[Piece] | None] = {}
+    host_pieces: dict[int, list[BlockPiece] | None] = {}
     plans: dict[int, _Plan] = {}
     for number, request in enumerate(requests):
         leaf = request.leaf
@@ -137,7 +137,7 @@ def _launched(requests: Sequence[Request], block_bytes: int, to_host: bool) -> I
             yield number, plan.launch(first, rows)
 
 
-def _in_host_memory(leaf: jax.Array) -> list[Piece] | None:
+def _in_host_memory(leaf: jax.Array) -> list[BlockPiece] | None:
     """Returns the leaf's shards, each part once, if all lie in the memory of the first process; else None."""
     if any(device.platform != "cpu" for device in leaf.sharding.device_set):
         return None
@@ -150,7 +150,7 @@ def _in_host_memory(leaf: jax.Array) -> list[Piece] | None:
     if jax.process_index() != 0:
         return []
     shards = {places[shard.device]: shard.data for shard in leaf.addressable_shards}
-    return [Piece((start,), data) for start, data in shards.items()]
+    return [BlockPiece((start,), data) for start, data in shards.items()]
 
 
 class _Plan:
@@ -192,12 +192,12 @@ class _Plan:
             # The last block is as long as the others, so that it runs the same program. It repeats some rows.
             yield min(first, self._local_rows - rows), rows
 
-    def launch(self, first: int, rows: int) -> list[Piece]:
+    def launch(self, first: int, rows: int) -> list[BlockPiece]:
         """Starts to bring a block. The pieces are this process's; a process other than the first gets no pieces."""
         program = _program(self._mesh, self._spec, self._dtype, rows)
         block = program(self._leaf, np.int32(first))
         if jax.process_index() != 0:
-            # Waiting bounds the blocks in flight, because nobody reads them here.
+            # Waiting bounds the blocks in flight, because no one reads them here.
             jax.block_until_ready(block)
             return []
         pieces, launched_starts = [], set()
@@ -212,7 +212,7 @@ class _Plan:
             leaves = self._to_host and device.platform != "cpu"
             if leaves and PINNED in {memory.kind for memory in device.addressable_memories()}:
                 data = jax.device_put(data, jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED))
-            pieces.append(Piece(starts, data))
+            pieces.append(BlockPiece(starts, data))
         return pieces
 
 

@@ -107,7 +107,7 @@ def save(
     leaves = {path: _get(params, path) for path in _by_leaf(config)}
     # Arrays of numpy have no devices to be gathered from.
     arrays = {path: x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for path, x in leaves.items()}
-    requests = [gather.Request(arrays[entry.path], dtype, entry.layer) for entry in entries]
+    requests = [gather.LeafRequest(arrays[entry.path], dtype, entry.layer) for entry in entries]
     block_bytes = max(math.prod(entry.shape) for entry in entries if entry.layer is not None) * np.dtype(dtype).itemsize
     # Every process enters, because taking the next block is a collective.
     with gather.blocks(requests, block_bytes, to_host=True) as blocks:

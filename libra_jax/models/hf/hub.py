@@ -42,7 +42,7 @@ _PATTERNS: dict[Kind, list[str]] = {"model": [*_SMALL, "*.safetensors"], "datase
 
 
 @dataclass(frozen=True)
-class Found:
+class LocalConfig:
     """A config whose ids are replaced by folders on this machine.
 
     Attributes:
@@ -58,7 +58,7 @@ class Found:
     fields: frozenset[str] = frozenset()
 
 
-def resolved(config: config_lib.RunConfig, *, download: bool) -> Found:
+def resolved(config: config_lib.RunConfig, *, download: bool) -> LocalConfig:
     """Replaces the ids of `model.path`, `task.tokenizer` and `task.path` by folders of the Hugging Face cache.
 
     Args:
@@ -90,7 +90,7 @@ def resolved(config: config_lib.RunConfig, *, download: bool) -> Found:
         if folder is not None:
             changed = dataclasses.replace(getattr(config, group), **{field: str(folder)})
             config = dataclasses.replace(config, **{group: changed})
-    return Found(config, tuple(notes), tuple(problems), frozenset(ids))
+    return LocalConfig(config, tuple(notes), tuple(problems), frozenset(ids))
 
 
 def with_model(config: config_lib.RunConfig) -> config_lib.RunConfig:

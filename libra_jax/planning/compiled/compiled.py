@@ -208,7 +208,7 @@ def _attention(target: str, label: str) -> tuple[float, float] | None:
     return None
 
 
-def _product_flops(instruction: hlo.Instruction, operands: Sequence[hlo.Shape]) -> float:
+def _product_flops(instruction: hlo.Instruction, operands: Sequence[hlo.ArrayShape]) -> float:
     """Returns the operations of one matrix product; 0 for other instructions."""
     if not operands or not instruction.shapes:
         return 0.0

@@ -44,7 +44,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
 
 
 @dataclass(frozen=True)
-class Shape:
+class ArrayShape:
     """An array's element type, in XLA's spelling, and its sizes."""
 
     dtype: str
@@ -76,7 +76,7 @@ class Instruction:
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[ArrayShape, ...]
     operands: tuple[str, ...]
     attributes: str
     text: str
@@ -106,7 +106,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Place:
+class InstructionPlace:
     """Where an instruction stands.
 
     Attributes:
@@ -172,13 +172,13 @@ class Module:
             for name in _CALLED.findall(instruction.attributes)
         }
 
-    def instructions(self) -> Iterator[tuple[Place, Instruction]]:
+    def instructions(self) -> Iterator[tuple[InstructionPlace, Instruction]]:
         """Yields every instruction that runs, with its place."""
         for place in self.places:
             for instruction in self.computations.get(place.computation, ()):
                 yield place, instruction
 
-    def operands(self, place: Place, instruction: Instruction) -> list[Shape]:
+    def operands(self, place: InstructionPlace, instruction: Instruction) -> list[ArrayShape]:
         """Returns the arrays of the operands."""
         return [shape for name in instruction.operands for shape in self._shapes[place.computation].get(name, ())]
 
@@ -280,7 +280,7 @@ def _instruction(line: str) -> Instruction | None:
         name=name.lstrip("%"),
         opcode=opcode[1],
         shapes=tuple(
-            Shape(dtype, tuple(int(size) for size in sizes.split(",") if size))
+            ArrayShape(dtype, tuple(int(size) for size in sizes.split(",") if size))
             for dtype, sizes in _SHAPE.findall(text[:end])
         ),
         operands=tuple(_NAME.findall(text, opcode.end(), stop)),
@@ -299,7 +299,7 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _places(entry: str, calls: Mapping[str, Sequence[_Call]]) -> Iterator[Place]:
+def _places(entry: str, calls: Mapping[str, Sequence[_Call]]) -> Iterator[InstructionPlace]:
     """Yields the places of all computations that run, callers first; equal places are joined."""
     # A computation is complete once all of its callers are, because calls form no cycle.
     callers = collections.Counter(call.callee for name in calls for call in calls[name])
@@ -316,4 +316,4 @@ def _places(entry: str, calls: Mapping[str, Sequence[_Call]]) -> Iterator[Place]
             if not callers[call.callee] and call.callee in calls:
                 ready.append(call.callee)
         for loops, executions in counts[name].items():
-            yield Place(name, executions, loops)
+            yield InstructionPlace(name, executions, loops)

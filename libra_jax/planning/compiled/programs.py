@@ -118,7 +118,7 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Case:
+class CompiledCase:
     """What was compiled, and its programs.
 
     Attributes:
@@ -239,7 +239,7 @@ class Expected:
 
 
 def expected(
-    case: Case, shape: model_config.TransformerConfig, coefficients: costs.Coefficients | None = None
+    case: CompiledCase, shape: model_config.TransformerConfig, coefficients: costs.Coefficients | None = None
 ) -> Expected:
     """Returns what is expected of a micro-batch of full rows of one sequence each."""
     coefficients, sheet = coefficients or costs.Coefficients(), hardware.sheet(case.target)
@@ -269,7 +269,7 @@ def expected(
     )
 
 
-def write(file: Path, cases: Sequence[Case]) -> None:
+def write(file: Path, cases: Sequence[CompiledCase]) -> None:
     """Writes cases as JSON. Raises DataError if the file cannot be written."""
     try:
         file.write_text(json.dumps({"cases": [dataclasses.asdict(case) for case in cases]}, indent=2) + "\n")
@@ -277,7 +277,7 @@ def write(file: Path, cases: Sequence[Case]) -> None:
         raise protocols.DataError(f"{file} cannot be written ({error.strerror or error})") from error
 
 
-def read(file: Path, field: str = "planner.compiled") -> tuple[Case, ...]:
+def read(file: Path, field: str = "planner.compiled") -> tuple[CompiledCase, ...]:
     """Reads the cases of a file of `write`.
 
     Args:
@@ -297,7 +297,7 @@ def read(file: Path, field: str = "planner.compiled") -> tuple[Case, ...]:
                 lists = {field: tuple(value) for field, value in item.items() if isinstance(value, list)}
                 lists["traffic"] = tuple(Traffic(**{**part, "axes": tuple(part["axes"])}) for part in item["traffic"])
                 programs[name] = Program(**{**item, **lists})
-            cases.append(Case(**{**values, "programs": programs}))
+            cases.append(CompiledCase(**{**values, "programs": programs}))
         return tuple(cases)
     except OSError as error:
         raise protocols.ConfigError(f"config.{field}: {file} cannot be read ({error.strerror or error})") from error

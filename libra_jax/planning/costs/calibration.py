@@ -44,7 +44,7 @@ GENERATE = "generate"
 
 
 @dataclass(frozen=True)
-class Stream:
+class RequestStay:
     """A request's stay on an instance; times are seconds, the rest tokens.
 
     Attributes:
@@ -66,7 +66,7 @@ class Stream:
     usable: bool = False
 
 
-def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str, Any]]) -> list[Stream]:
+def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str, Any]]) -> list[RequestStay]:
     """Returns the streams of a timeline, in order of their starts.
 
     Args:
@@ -74,12 +74,12 @@ def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str,
         instance, and get `usable` False. So do streams that do not add up to their record.
       records: records of the trace (`telemetry/trace.py`).
     """
-    by_request: dict[str, list[Stream]] = collections.defaultdict(list)
+    by_request: dict[str, list[RequestStay]] = collections.defaultdict(list)
     for span in spans:
         if span.name == GENERATE and {"request", "tokens"} <= span.arguments.keys():
-            stream = Stream(span.track, span.start, span.end, span.arguments["tokens"])
+            stream = RequestStay(span.track, span.start, span.end, span.arguments["tokens"])
             by_request[span.arguments["request"]].append(stream)
-    streams: list[Stream] = []
+    streams: list[RequestStay] = []
     for record in records:
         request_streams = sorted(by_request.pop(record["trajectory_id"], ()), key=lambda stream: stream.start)
         turns = record["turns"]
@@ -105,7 +105,7 @@ def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str,
     return sorted(streams, key=lambda stream: (stream.start, stream.end))
 
 
-def fit_engine(instances: Sequence[Sequence[Stream]]) -> measured_costs.EngineCosts:
+def fit_engine(instances: Sequence[Sequence[RequestStay]]) -> measured_costs.EngineCosts:
     """Fits the costs of engines of one degree.
 
     Args:
@@ -125,7 +125,7 @@ def fit_engine(instances: Sequence[Sequence[Stream]]) -> measured_costs.EngineCo
     return measured_costs.EngineCosts(*(float(value) for value in robust_fit(terms, seconds)))
 
 
-def _table(streams: Sequence[Stream]) -> tuple[Values, Values]:
+def _table(streams: Sequence[RequestStay]) -> tuple[Values, Values]:
     """Returns the terms of each usable stream's duration, in the order of `EngineCosts`, and the duration."""
     start, end, tokens, new, cached = np.array(
         [(item.start, item.end, item.tokens, item.new, item.cached) for item in streams]

@@ -136,7 +136,7 @@ class Calibration(MeasuredEngines):
 
     train: TrainCosts
     update: UpdateCosts
-    rows: rows.Shape
+    rows: rows.RowShape
     parameters: int = 0
     sync_bytes: int = 0
 

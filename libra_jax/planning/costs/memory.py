@@ -23,20 +23,20 @@ def trainer_bytes(config: config_lib.RunConfig, shape: model_config.TransformerC
     sheet = hardware.SHEETS[0]  # sizes do not depend on the accelerator
     cost, trainer = costs.CostModel(sheet, shape), config.trainer
     # Memory depends on the rows alone, so one short sequence is enough.
-    training = meshes.Training(cost, [2], meshes.Trainer.from_config(config, sheet))
+    training = meshes.Training(cost, [2], meshes.TrainerProperties.from_config(config, sheet))
     return training.memory_bytes(trainer.data, trainer.fsdp, trainer.tensor)
 
 
 def moment_numbers(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> int:
     """Returns the count of numbers that the run's optimizer keeps of all trained parameters."""
     sheet = hardware.SHEETS[0]  # counts do not depend on the accelerator
-    return meshes.Trainer.from_config(config, sheet).moment_numbers(costs.CostModel(sheet, shape))
+    return meshes.TrainerProperties.from_config(config, sheet).moment_numbers(costs.CostModel(sheet, shape))
 
 
 def wire_bytes(config: config_lib.RunConfig, shape: model_config.TransformerConfig) -> float:
     """Returns the bytes that each of the trainer's devices sends in a micro-batch of the longest rows, by formula."""
     sheet, trainer = hardware.SHEETS[0], config.trainer  # bytes do not depend on the accelerator
-    training = meshes.Training(costs.CostModel(sheet, shape), [2], meshes.Trainer.from_config(config, sheet))
+    training = meshes.Training(costs.CostModel(sheet, shape), [2], meshes.TrainerProperties.from_config(config, sheet))
     rows = -(-trainer.micro_batch_rows // (trainer.data * trainer.fsdp))  # on each shard
     columns = rows * (trainer.row_tokens, *trainer.row_buckets)[-1] // trainer.context
     return training.volumes(trainer.data, trainer.fsdp, trainer.tensor, columns).total

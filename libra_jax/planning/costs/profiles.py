@@ -39,7 +39,7 @@ NUDGE = 1e-3
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A measured training step.
 
     Attributes:
@@ -53,7 +53,7 @@ class Measured:
     """
 
     mesh: tuple[int, int, int]
-    trainer: meshes.Trainer
+    trainer: meshes.TrainerProperties
     lengths: tuple[int, ...]
     demand: serving.Demand
     degree: int
@@ -148,7 +148,7 @@ class Profile:
             )
         return measured_degrees
 
-    def predict(self, model: costs.CostModel, step: Measured) -> Stages:
+    def predict(self, model: costs.CostModel, step: MeasuredStep) -> Stages:
         """Predicts a step by the profile, its stages one after another."""
         train = meshes.Training(self.cost_model(model), step.lengths, step.trainer).seconds(*step.mesh)
         rollout = rollout_seconds(self.rollout(model), step)
@@ -156,7 +156,9 @@ class Profile:
 
 
 def fit(
-    model: costs.CostModel, steps: Sequence[Measured], by_degree: Mapping[int, Sequence[Sequence[calibration.Stream]]]
+    model: costs.CostModel,
+    steps: Sequence[MeasuredStep],
+    by_degree: Mapping[int, Sequence[Sequence[calibration.RequestStay]]],
 ) -> Profile:
     """Fits the profile of these steps.
 
@@ -190,7 +192,7 @@ def fit(
 
 
 def levelled(
-    engine: measured_costs.EngineCosts, steps: Sequence[Measured], cache_tokens: int
+    engine: measured_costs.EngineCosts, steps: Sequence[MeasuredStep], cache_tokens: int
 ) -> measured_costs.EngineCosts:
     """Scales the engine so that the median step's rollout takes its measured time.
 
@@ -213,7 +215,7 @@ def levelled(
     return engine
 
 
-def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coefficients:
+def fit_training(model: costs.CostModel, steps: Sequence[MeasuredStep]) -> costs.Coefficients:
     """Fits `SHARES` and `SECONDS` to the measured training steps; other coefficients keep the model's values.
 
     Shares stay at 1 or below and times at 0 or above. A coefficient that has no effect on these steps keeps the
@@ -253,7 +255,7 @@ def _coefficients(coefficients: costs.Coefficients, values: calibration.Values) 
     return dataclasses.replace(coefficients, **shares, **times)  # type: ignore[arg-type]
 
 
-def rollout_seconds(engines: costs.RolloutCosts, step: Measured) -> float:
+def rollout_seconds(engines: costs.RolloutCosts, step: MeasuredStep) -> float:
     """Returns the predicted seconds of a measured step's requests."""
     # At max staleness 0, because the measured stages followed each other.
     pools = serving.Pools(engines, step.demand, {step.degree: step.slots}, room=0.0, pauses={step.degree: 0.0})

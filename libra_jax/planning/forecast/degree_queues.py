@@ -17,7 +17,7 @@ SLACK = 1e-9
 """Slots by which rounding may exceed a pool."""
 
 
-class Request(NamedTuple):
+class RequestCosts(NamedTuple):
     """Costs of a sampled request on the instances of a pool.
 
     Attributes:
@@ -40,7 +40,7 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
+class DegreePool:
     """The instances of one degree, with their costs of each sampled request.
 
     Attributes:
@@ -57,10 +57,10 @@ class Pool:
     cache: float
     fixed: Sequence[float]
     pause: float
-    requests: Sequence[Request]
+    requests: Sequence[RequestCosts]
 
 
-class Line:
+class BusyPool:
     """A pool at work: its running requests by the tick at which each is done.
 
     Args:
@@ -74,7 +74,7 @@ class Line:
       changed: `plan` has to be called before time goes on.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: DegreePool) -> None:
         self.pool = pool
         # Attributes of their own, because searches take their time here.
         self._requests, self._fixed, self._instances = pool.requests, pool.fixed, pool.instances

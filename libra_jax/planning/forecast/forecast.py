@@ -36,7 +36,7 @@ FOLLOWED, ROUGHLY = 2_048, 128
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlanConditions:
     """Conditions that a plan is made for, apart from lengths.
 
     Attributes:
@@ -59,7 +59,7 @@ class Setting:
     """
 
     model: costs.CostModel
-    trainer: meshes.Trainer
+    trainer: meshes.TrainerProperties
     degrees: tuple[int, ...]
     slots: tuple[int, ...]
     devices: int
@@ -92,7 +92,7 @@ class Setting:
         reach: int | None = None,
         together: int | None = None,
         whole_hosts: bool = False,
-    ) -> Setting:
+    ) -> PlanConditions:
         """Returns the setting of a run.
 
         Args:
@@ -133,7 +133,7 @@ class Setting:
         micro_batch = run.trainer.micro_batch_rows * run.trainer.row_tokens
         return cls(
             model,
-            meshes.Trainer.from_config(run, model.sheet),
+            meshes.TrainerProperties.from_config(run, model.sheet),
             degrees,
             tuple(slots_by_degree.get(degree, run.rollout.slots) for degree in degrees),
             devices,
@@ -156,7 +156,7 @@ def _max_degree(run: config_lib.RunConfig, model: costs.CostModel) -> int:
     return min(model.sheet.devices_per_node, run.cluster.accelerators_per_host or model.sheet.devices_per_node)
 
 
-def check_layout(run: config_lib.RunConfig, setting: Setting) -> None:
+def check_layout(run: config_lib.RunConfig, setting: PlanConditions) -> None:
     """Refuses a layout with instances that no plan may have, because their time could not be predicted.
 
     Raises:
@@ -202,7 +202,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Levels:
+class CorrectionLevels:
     """Measured corrections of the sheet.
 
     Attributes:
@@ -218,7 +218,7 @@ class Levels:
     between: float = 0.0
 
 
-class Work:
+class StepWork:
     """The work of training steps of such trajectories, and the plans for it.
 
     Attributes:
@@ -237,7 +237,7 @@ class Work:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: PlanConditions,
         prompts: Sequence[int],
         turns: Sequence[Sequence[protocols.Turn]],
         trained: Sequence[bool] | None = None,
@@ -284,9 +284,9 @@ class Work:
             setting.degrees,
             setting.slots,
             staleness=setting.staleness,
-            after=fastest.seconds - fastest.early + self.besides(fastest.devices, Levels()),
+            after=fastest.seconds - fastest.early + self.besides(fastest.devices, CorrectionLevels()),
         )
-        self.search = search.Search(
+        self.search = search.PlanSearch(
             rollout,
             front,
             setting.devices,
@@ -296,7 +296,7 @@ class Work:
             host_devices=host,
         )
 
-    def besides(self, devices: int, levels: Levels) -> float:
+    def besides(self, devices: int, levels: CorrectionLevels) -> float:
         """Returns the trainer's seconds of a step beside training: the weight sync, and time of no stage."""
         if levels.sync is not None:
             return levels.sync + levels.between
@@ -308,7 +308,7 @@ class Work:
         """Returns the confusion of predicted and true lengths that plans with this number of bands assume."""
         return confusion.calibrated(self._setting.policy, bands, tools=self._tools)
 
-    def searched(self, levels: Levels) -> search.Search:
+    def searched(self, levels: CorrectionLevels) -> search.PlanSearch:
         """Returns the search at these levels; its seconds are those of rollout by the sheet."""
         return self.search.weighed(
             levels.train / levels.rollout,
@@ -316,11 +316,11 @@ class Work:
             functools.partial(self._step, level=levels.rollout),
         )
 
-    def best(self, levels: Levels) -> protocols.Plan:
+    def best(self, levels: CorrectionLevels) -> protocols.Plan:
         """Returns the plan with the shortest step at these levels."""
         return self.searched(levels).best(self._setting.devices).plan
 
-    def predict(self, plan: protocols.Plan, levels: Levels) -> Prediction:
+    def predict(self, plan: protocols.Plan, levels: CorrectionLevels) -> Prediction:
         """Predicts the seconds of both stages, each at its level, and of the step; infinite if a context fits no
         instance."""
         mesh = self.training.mesh(plan.data, plan.fsdp, plan.tensor)
@@ -410,7 +410,7 @@ class Work:
 
 
 def uncertainty(
-    setting: Setting, prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]], plan: protocols.Plan
+    setting: PlanConditions, prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]], plan: protocols.Plan
 ) -> Prediction:
     """Returns the uncertainty of each time of a plan, as a share of the time.
 
@@ -428,10 +428,10 @@ def uncertainty(
 
     def seconds(model: costs.CostModel) -> tuple[float, ...] | None:
         try:
-            work = Work(dataclasses.replace(setting, model=model), prompts, turns)
+            work = StepWork(dataclasses.replace(setting, model=model), prompts, turns)
         except protocols.ConfigError:
             return None
-        times = dataclasses.astuple(work.predict(plan, Levels()))
+        times = dataclasses.astuple(work.predict(plan, CorrectionLevels()))
         return times if all(map(math.isfinite, times)) else None
 
     base = seconds(setting.model)

@@ -14,7 +14,7 @@ sizes of `fsdp` with which the state fits, then `data`. The size of `context` st
 meshes, those that no other beats in both devices and time are kept.
 
 Memory and communication of a mesh come from the compiled programs where they were compiled for this model, these rows
-and this mesh (`Trainer.compiled`), and from formulas elsewhere.
+and this mesh (`TrainerProperties.compiled`), and from formulas elsewhere.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ sum in float32, and its copy in bfloat16."""
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerProperties:
     """Properties of a trainer that do not depend on its mesh.
 
     Attributes:
@@ -106,12 +106,12 @@ class Trainer:
     frozen_bytes: int = 0
     rows: int = 1
     cores: int | None = None
-    compiled: tuple[programs.Case, ...] = ()
+    compiled: tuple[programs.CompiledCase, ...] = ()
     context: int = 1
     moments: tuple[int, int] = (2, 2)
 
     @classmethod
-    def from_config(cls, run: config_lib.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
+    def from_config(cls, run: config_lib.RunConfig, sheet: hardware.HardwareSheet) -> TrainerProperties:
         """Returns a run's trainer on devices of this sheet.
 
         Raises:
@@ -150,7 +150,7 @@ class Trainer:
             tables = 0  # frozen
         return of_layers * (model.trained_parameters - tables) + of_tables * tables
 
-    def case(self, model: costs.CostModel, mesh: tuple[int, int, int]) -> programs.Case | None:
+    def case(self, model: costs.CostModel, mesh: tuple[int, int, int]) -> programs.CompiledCase | None:
         """Returns what was compiled for a model and a mesh (data, fsdp, tensor), or None."""
         sizes = model.parameters, adapters.parameter_count(model.shape), mesh, self.context
         key = (*sizes, self.rows, self.lengths[-1], self.packed, self.remat, self.reference_bytes > 0)
@@ -192,7 +192,7 @@ class Mesh:
         return self.data * self.fsdp * self.tensor * self.context
 
 
-def check_fits(model: costs.CostModel, trainer: Trainer, sizes: tuple[int, int, int], field: str) -> None:
+def check_fits(model: costs.CostModel, trainer: TrainerProperties, sizes: tuple[int, int, int], field: str) -> None:
     """Refuses a mesh that does not divide the model or does not hold it.
 
     Args:
@@ -225,7 +225,9 @@ def check_fits(model: costs.CostModel, trainer: Trainer, sizes: tuple[int, int, 
         )
 
 
-def _squares(columns: rows.Integers, trainer: Trainer) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.float64]]]]:
+def _squares(
+    columns: rows.Integers, trainer: TrainerProperties
+) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.float64]]]]:
     """Yields each length of row of a packed batch, with the sum of squared sequence lengths of each row, descending."""
     fitted = rows.fit(columns, trainer.lengths, trainer.packed)
     squares = np.bincount(fitted.row[columns > 0], weights=columns[columns > 0].astype(np.float64) ** 2)
@@ -251,7 +253,12 @@ class Training:
     """
 
     def __init__(
-        self, model: costs.CostModel, lengths: Sequence[int], trainer: Trainer, batches: int = 1, parts: int = 0
+        self,
+        model: costs.CostModel,
+        lengths: Sequence[int],
+        trainer: TrainerProperties,
+        batches: int = 1,
+        parts: int = 0,
     ) -> None:
         if not len(lengths):
             raise protocols.DataError("a plan needs the lengths of a training step's sequences, and there is none")
@@ -485,7 +492,7 @@ class Training:
         return EXPERT_MOVES + 2 * self._trainer.scorings if self._model.expert_parameters else 0
 
     def _collective_seconds(
-        self, data: int, fsdp: int, tensor: int, columns: int, case: programs.Case | None
+        self, data: int, fsdp: int, tensor: int, columns: int, case: programs.CompiledCase | None
     ) -> tuple[float, float]:
         """Returns the seconds of a micro-batch's collectives: of those over `fsdp` and `data`, which its arithmetic may
         hide, and of those over `tensor`, of attention over `context` and of tokens for experts, which nothing hides.

@@ -101,7 +101,7 @@ class Steps:
     train: float
 
 
-class _Stream:
+class _UntrainedGroups:
     """The finished groups that the trainer has not begun, by batch, and the share of each batch that it has begun."""
 
     def __init__(self, sequence: Sequence[int], tokens: Sequence[float], cycle: Cycle) -> None:
@@ -144,14 +144,14 @@ class _Run:
 
     def __init__(
         self,
-        layout: Sequence[degree_queues.Pool],
+        layout: Sequence[degree_queues.DegreePool],
         sequence: Sequence[int],
         predicted_pools: Sequence[int],
         cycle: Cycle,
         tokens: Sequence[float],
     ) -> None:
         self._sequence, self._predicted_pools, self._cycle = sequence, predicted_pools, cycle
-        self._lines = [degree_queues.Line(pool) for pool in layout]
+        self._lines = [degree_queues.BusyPool(pool) for pool in layout]
         self._place: dict[int, tuple[int, float]] = {}  # line of each running request, and the tick of its end
         self._strays: list[collections.deque[int]] = [collections.deque() for _ in layout]
         self._batch = cycle.groups * cycle.size
@@ -163,7 +163,7 @@ class _Run:
         self._by_age: collections.deque[tuple[float, int]] = collections.deque()
         self._by_number: list[int] = []
         self._joined: list[collections.deque[tuple[int, float]]] = [collections.deque() for _ in layout]
-        self._stream = _Stream(sequence, tokens, cycle) if cycle.early else None
+        self._stream = _UntrainedGroups(sequence, tokens, cycle) if cycle.early else None
 
     def steps(self) -> Steps:
         """Returns the means of the counted steps."""
@@ -348,14 +348,14 @@ class _Run:
 
 
 def step_seconds(
-    layout: Sequence[degree_queues.Pool], sequence: Sequence[int], predicted_pools: Sequence[int], cycle: Cycle
+    layout: Sequence[degree_queues.DegreePool], sequence: Sequence[int], predicted_pools: Sequence[int], cycle: Cycle
 ) -> float:
     """Returns the mean seconds of a training step; see `follow`."""
     return follow(layout, sequence, predicted_pools, cycle).seconds
 
 
 def follow(
-    layout: Sequence[degree_queues.Pool],
+    layout: Sequence[degree_queues.DegreePool],
     sequence: Sequence[int],
     predicted_pools: Sequence[int],
     cycle: Cycle,

@@ -275,9 +275,9 @@ class Pools:
     ) -> None:
         self._model, self._sample, self._slots = model, sample, slots
         self._room, self._pauses = room, pauses
-        self._unit_pools: dict[int, degree_queues.Pool] = {}
+        self._unit_pools: dict[int, degree_queues.DegreePool] = {}
 
-    def pool(self, degree: int, instances: float) -> degree_queues.Pool:
+    def pool(self, degree: int, instances: float) -> degree_queues.DegreePool:
         """Returns the pool of these instances; a fraction of an instance serves a smaller cluster."""
         unit_pool = self._unit_pools.get(degree)
         if unit_pool is None:
@@ -285,7 +285,7 @@ class Pools:
         sizes = {name: getattr(unit_pool, name) * instances for name in ("slots", "room", "cache")}
         return dataclasses.replace(unit_pool, instances=instances, **sizes)
 
-    def _make_unit_pool(self, degree: int) -> degree_queues.Pool:
+    def _make_unit_pool(self, degree: int) -> degree_queues.DegreePool:
         model, sample, slots = self._model, self._sample, self._slots[degree]
         terms, tokens = model.prefill_terms(degree), np.maximum(sample.tokens, 1.0)
         mean = sample.context / tokens
@@ -305,9 +305,9 @@ class Pools:
         recall = share * (terms.new + terms.pair * mean / 2) * sample.cached / tokens
         columns = (tokens / share, share, share * drag, footprint, again, recall, sample.prefills)
         # As `Request._make` does, and without a call in Python: samples are large, and searches short.
-        make_request = functools.partial(tuple.__new__, degree_queues.Request)
+        make_request = functools.partial(tuple.__new__, degree_queues.RequestCosts)
         requests = list(map(make_request, zip(*(column.tolist() for column in columns), strict=True)))
-        return degree_queues.Pool(1.0, slots, room, cache, fixed.tolist(), self._pauses[degree], requests)
+        return degree_queues.DegreePool(1.0, slots, room, cache, fixed.tolist(), self._pauses[degree], requests)
 
 
 class Maxima:

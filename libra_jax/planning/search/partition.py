@@ -88,7 +88,7 @@ def shortest(
 
 
 @dataclass(frozen=True)
-class Run:
+class RequestRun:
     """The requests first..last-1, served by one instance of this degree."""
 
     degree: int
@@ -98,7 +98,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Partition:
+class RequestPartition:
     """An assignment of all requests to instances.
 
     Attributes:
@@ -107,7 +107,7 @@ class Partition:
       devices: devices of all instances.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[RequestRun, ...]
     seconds: float
     devices: int
 
@@ -141,7 +141,7 @@ class Partitions:
         self.least_seconds = float(part_seconds.min(axis=0).max())
         """Seconds that no number of devices can beat; infinite if no instance serves some request."""
 
-    def within(self, limit: float) -> Partition | None:
+    def within(self, limit: float) -> RequestPartition | None:
         """Returns the partition with the fewest devices that takes at most `limit` seconds; None if there is none."""
         count, widest = len(self._edges) - 1, len(self._degrees) - 1
         begins = [self._begins(degree, limit).tolist() for degree in self._degrees]
@@ -169,7 +169,7 @@ class Partitions:
 
     def fastest(
         self, devices: int, *, above: float = 0.0, below: float = np.inf, precision: float = PRECISION
-    ) -> Partition | None:
+    ) -> RequestPartition | None:
         """Returns the partition over at most `devices` devices whose slowest instance is fastest; None if none fits.
 
         Args:
@@ -180,13 +180,13 @@ class Partitions:
         """
         low, high = max(above, self.least_seconds), min(below, ANY_SECONDS)
 
-        def fitting(limit: float) -> Partition | None:
+        def fitting(limit: float) -> RequestPartition | None:
             candidate = self.within(limit)
             return candidate if candidate is not None and candidate.devices <= devices else None
 
         return shortest(fitting, low, high, lambda candidate: candidate.seconds, precision=precision)
 
-    def over(self, instances: Sequence[int]) -> Partition | None:
+    def over(self, instances: Sequence[int]) -> RequestPartition | None:
         """Returns the partition over instances of these degrees whose slowest is fastest, wider ones for longer
         requests.
 
@@ -196,7 +196,7 @@ class Partitions:
         order = sorted(instances, reverse=True)
         return shortest(lambda limit: self._greedy(order, limit), 0.0, ANY_SECONDS, lambda candidate: candidate.seconds)
 
-    def _greedy(self, order: Sequence[int], limit: float) -> Partition | None:
+    def _greedy(self, order: Sequence[int], limit: float) -> RequestPartition | None:
         """Gives each instance as many of the longest remaining requests as it serves within the limit; None if some
         remain."""
         runs: list[tuple[int, int, int]] = []
@@ -243,7 +243,7 @@ class Partitions:
         self._earlier_answers[degree].append((limit, high))
         return high
 
-    def _partition(self, runs: Sequence[tuple[int, int, int]]) -> Partition:
+    def _partition(self, runs: Sequence[tuple[int, int, int]]) -> RequestPartition:
         """Returns the partition of runs given as degree, first edge and last edge."""
         kinds, first, last = np.array(runs).T
         begin, end = self._edges[first], self._edges[last]
@@ -252,5 +252,7 @@ class Partitions:
             ours = kinds == degree
             seconds[ours] = self._seconds(degree, begin[ours], end[ours])
         columns = kinds.tolist(), begin.tolist(), end.tolist(), seconds.tolist()
-        timed_runs = tuple(Run(*run) for run in zip(*columns, strict=True))
-        return Partition(timed_runs, max(run.seconds for run in timed_runs), sum(run.degree for run in timed_runs))
+        timed_runs = tuple(RequestRun(*run) for run in zip(*columns, strict=True))
+        return RequestPartition(
+            timed_runs, max(run.seconds for run in timed_runs), sum(run.degree for run in timed_runs)
+        )

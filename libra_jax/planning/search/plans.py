@@ -72,7 +72,7 @@ def read(path: Path) -> protocols.Plan:
         raise protocols.DataError(
             f"{path}: train.devices is {devices}, and data x fsdp x tensor x context are {plan.train_devices}"
         )
-    # Buckets are found by bisection of degrees and bounds (`scheduling.levels.Levels`).
+    # Buckets are found by bisection of degrees and bounds (`scheduling.levels.LevelMap`).
     ranges = [(bucket.tensor_parallel, bucket.max_remaining_tokens) for bucket in plan.rollout]
     if any(a >= c or b >= d for (a, b), (c, d) in itertools.pairwise(ranges)):
         raise protocols.DataError(f"{path}: degrees and bounds of rollout must ascend, not {ranges}")

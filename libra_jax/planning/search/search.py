@@ -57,7 +57,7 @@ BOUND = 0.03
 """Share by which a step may exceed a stage that is still said to set its length."""
 
 
-class Step(Protocol):
+class StepPredictor(Protocol):
     """Predicts steps."""
 
     def __call__(self, buckets: Sequence[protocols.PlannedBucket], train: meshes.Mesh, *, rough: bool) -> float:
@@ -72,7 +72,7 @@ class Step(Protocol):
 
 
 @dataclass(frozen=True)
-class Split:
+class DeviceSplit:
     """One way to split the devices, with the best use of each part.
 
     Attributes:
@@ -126,7 +126,7 @@ def front_of(
     )
 
 
-class Search:
+class PlanSearch:
     """Splits of any number of devices for the same work.
 
     Args:
@@ -149,7 +149,7 @@ class Search:
         max_devices: int,
         *,
         staleness: int,
-        step: Step,
+        step: StepPredictor,
         simpler: float = 0.0,
         host_devices: int = 1,
     ) -> None:
@@ -168,7 +168,7 @@ class Search:
                 f"of tensor-parallel degree {max(rollout.degrees)}; lower rollout.max_context or take wider instances"
             )
 
-    def weighed(self, ratio: float, besides: Callable[[int], float], step: Step) -> Search:
+    def weighed(self, ratio: float, besides: Callable[[int], float], step: StepPredictor) -> PlanSearch:
         """Returns the same search with training that takes `ratio` times as long, and `besides` of its devices on
         top. `step` predicts its steps."""
         # Shares the partitions, whose times are the costly part and do not change.
@@ -185,11 +185,11 @@ class Search:
         )
         return search
 
-    def best(self, devices: int) -> Split:
+    def best(self, devices: int) -> DeviceSplit:
         """Returns the split of `devices` devices with the shortest step. Raises the errors of `ranked`."""
         return self.ranked(devices)[0]
 
-    def ranked(self, devices: int) -> list[Split]:
+    def ranked(self, devices: int) -> list[DeviceSplit]:
         """Returns the best splits of `devices` devices, at most `SURE`, the best first; at least one.
 
         Raises:
@@ -232,7 +232,7 @@ class Search:
         host_devices = self._host_devices
         return max(0, host_devices * (devices // host_devices - math.ceil(mesh.devices / host_devices)))
 
-    def _with_proposals(self, splits: Sequence[Split], proposals: Sequence[Split]) -> list[Split]:
+    def _with_proposals(self, splits: Sequence[DeviceSplit], proposals: Sequence[DeviceSplit]) -> list[DeviceSplit]:
         """Returns all of them, the best first. Those whose bound is no better than the best keep it unpredicted."""
         splits = list(splits)
         best = min(map(self._cost, splits), default=math.inf)
@@ -242,10 +242,10 @@ class Search:
             splits.append(split)
         return sorted(splits, key=self._cost)
 
-    def _cost(self, split: Split) -> float:
+    def _cost(self, split: DeviceSplit) -> float:
         return split.step_seconds * (1.0 + self._simpler * len(split.rollout))
 
-    def _neighbours(self, split: Split, devices: int) -> Iterator[Split]:
+    def _neighbours(self, split: DeviceSplit, devices: int) -> Iterator[DeviceSplit]:
         """Yields the same degrees beside the next smaller and the next larger mesh, and other degrees on its mesh."""
         at, mesh = self._front.index(split.train), split.train
         neighbours = [*self._front[max(0, at - 1) : at], *self._front[at + 1 : at + 2]]
@@ -267,7 +267,7 @@ class Search:
             ):
                 yield self._split(neighbour, assignment)
 
-    def _of_degrees(self, mesh: meshes.Mesh, degrees: Sequence[int], devices: int) -> Iterator[Split]:
+    def _of_degrees(self, mesh: meshes.Mesh, degrees: Sequence[int], devices: int) -> Iterator[DeviceSplit]:
         """Yields the layout whose degrees have about equal parts of the devices beside a mesh, if there is one.
 
         Each degree gets the share of the tokens that it has of the devices, the widest those of the longest requests.
@@ -295,9 +295,9 @@ class Search:
             first = last
         if math.isfinite(seconds):
             ranged = self._ascending(buckets[::-1])
-            yield Split(mesh, ranged, seconds, self._step_bound(mesh, seconds))
+            yield DeviceSplit(mesh, ranged, seconds, self._step_bound(mesh, seconds))
 
-    def _proposals(self, devices: int) -> Iterator[Split]:
+    def _proposals(self, devices: int) -> Iterator[DeviceSplit]:
         """Yields layouts with bounds of their steps."""
         mixed = self._mixed(devices)
         if mixed is not None:
@@ -310,9 +310,9 @@ class Search:
                     if math.isfinite(split.rollout_seconds):
                         yield split
 
-    def _mixed(self, devices: int) -> Split | None:
+    def _mixed(self, devices: int) -> DeviceSplit | None:
         """Returns the split with the shortest bound, whose degrees share the requests by length; None if none fits."""
-        best: Split | None = None
+        best: DeviceSplit | None = None
         if self._staleness:
             pair = partition.shortest(
                 lambda limit: self._within(limit, devices),
@@ -339,22 +339,22 @@ class Search:
                     best = self._split(mesh, assignment)
         return best
 
-    def _uniform_split(self, mesh: meshes.Mesh, degree: int, count: int) -> Split:
+    def _uniform_split(self, mesh: meshes.Mesh, degree: int, count: int) -> DeviceSplit:
         """Returns the split with `count` instances of one degree, with the bound of its step."""
         buckets = (protocols.PlannedBucket(degree, count, math.ceil(self.demand.tokens[0])),)
         seconds = self.rollout_seconds(buckets)
-        return Split(mesh, buckets, seconds, self._step_bound(mesh, seconds))
+        return DeviceSplit(mesh, buckets, seconds, self._step_bound(mesh, seconds))
 
     def _step_bound(self, mesh: meshes.Mesh, rollout: float) -> float:
         """Returns the bound of a step."""
         after = 0.0 if self._staleness else mesh.seconds - mesh.early
         return max(mesh.seconds, after + rollout)
 
-    def _predict(self, split: Split, rough: bool = True) -> Split:
+    def _predict(self, split: DeviceSplit, rough: bool = True) -> DeviceSplit:
         step = self._step(split.rollout, split.train, rough=rough)
         return dataclasses.replace(split, step_seconds=step, rollout_seconds=min(step, split.rollout_seconds))
 
-    def cheapest(self, seconds: float, devices: int) -> Split:
+    def cheapest(self, seconds: float, devices: int) -> DeviceSplit:
         """Returns the split with the fewest devices, `devices` at most, whose step takes no longer than `seconds`.
 
         Raises:
@@ -376,7 +376,7 @@ class Search:
                 fewer = middle
         return cheapest
 
-    def thriftiest(self, devices: int) -> Split:
+    def thriftiest(self, devices: int) -> DeviceSplit:
         """Returns the split of at most `devices` devices with the fewest device-seconds a step: the most tokens for
         each device.
 
@@ -389,14 +389,14 @@ class Search:
                 splits.append(split)
         return min(splits, key=lambda split: split.devices * split.step_seconds)
 
-    def _best_of(self, devices: int) -> Split | None:
+    def _best_of(self, devices: int) -> DeviceSplit | None:
         """Returns the best split of `devices` devices; None if they are too few."""
         try:
             return self.best(devices)
         except protocols.ConfigError:
             return None
 
-    def splits(self, devices: int, near: Split | None = None) -> Iterator[Split]:
+    def splits(self, devices: int, near: DeviceSplit | None = None) -> Iterator[DeviceSplit]:
         """Yields meshes of the front with the best rollout on the remaining devices, fewest training devices first.
 
         Args:
@@ -445,7 +445,7 @@ class Search:
             for bucket in rollout
         )
 
-    def _best_partition(self, rollout: Sequence[protocols.PlannedBucket]) -> partition.Partition | None:
+    def _best_partition(self, rollout: Sequence[protocols.PlannedBucket]) -> partition.RequestPartition | None:
         return self._partitions.over([bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)])
 
     @staticmethod
@@ -457,7 +457,7 @@ class Search:
             bounds.append(dataclasses.replace(bucket, max_remaining_tokens=bound))
         return tuple(bounds)
 
-    def _within(self, limit: float, devices: int) -> tuple[meshes.Mesh, partition.Partition] | None:
+    def _within(self, limit: float, devices: int) -> tuple[meshes.Mesh, partition.RequestPartition] | None:
         """Returns the mesh and the instances with the fewest devices that meet the limit; None if they need too
         many."""
         # The front is sorted by devices, so the first fast enough mesh is the smallest.
@@ -471,13 +471,13 @@ class Search:
             else None
         )
 
-    def _split(self, mesh: meshes.Mesh, assignment: partition.Partition) -> Split:
+    def _split(self, mesh: meshes.Mesh, assignment: partition.RequestPartition) -> DeviceSplit:
         """Returns the split with the bound of its step."""
         buckets = self._buckets(assignment)
         seconds = self.rollout_seconds(buckets) if len(buckets) == 1 else assignment.seconds
-        return Split(mesh, buckets, seconds, self._step_bound(mesh, seconds))
+        return DeviceSplit(mesh, buckets, seconds, self._step_bound(mesh, seconds))
 
-    def _buckets(self, assignment: partition.Partition) -> tuple[protocols.PlannedBucket, ...]:
+    def _buckets(self, assignment: partition.RequestPartition) -> tuple[protocols.PlannedBucket, ...]:
         """Returns the runs by degree, the narrowest first; each degree's longest request bounds its bucket.
 
         If several degrees serve requests of one length, the wider degrees' bounds are a token more. The scheduler
@@ -493,7 +493,7 @@ class Search:
         return tuple(buckets)
 
 
-def compared(best: Split, splits: Sequence[Split], staleness: int) -> str:
+def compared(best: DeviceSplit, splits: Sequence[DeviceSplit], staleness: int) -> str:
     """Explains in a sentence why the runner-up lost.
 
     Args:

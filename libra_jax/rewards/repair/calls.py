@@ -21,7 +21,7 @@ _NONE = object()
 
 
 @dataclass(frozen=True)
-class Call:
+class ExpectedCall:
     """A call of a function, with its right result.
 
     Attributes:
@@ -39,7 +39,7 @@ class Call:
     by_value: bool = field(default=False, kw_only=True)
 
 
-def read(listed: Sequence[Mapping[str, Any]], where: str) -> tuple[Call, ...]:
+def read(listed: Sequence[Mapping[str, Any]], where: str) -> tuple[ExpectedCall, ...]:
     """Returns the calls that a task lists as mappings. `where` is the place of the list, for errors."""
     for call in listed:
         good = isinstance(call, Mapping) and isinstance(call.get("arguments"), list | tuple)
@@ -51,14 +51,14 @@ def read(listed: Sequence[Mapping[str, Any]], where: str) -> tuple[Call, ...]:
     if not listed:
         raise protocols.DataError(f"{where} must hold one call at least")
     # Through JSON, which turns tuples into lists: a sandbox's answer has no tuples.
-    calls = tuple(Call(**call) for call in json.loads(json.dumps([dict(call) for call in listed])))
+    calls = tuple(ExpectedCall(**call) for call in json.loads(json.dumps([dict(call) for call in listed])))
     for one in calls:
         if not same(one.value, one.value):
             raise protocols.DataError(f"{where}: no answer equals NaN, so {one.function!r} cannot be called for it")
     return calls
 
 
-def code(calls: Sequence[Call], most_bytes: int) -> str:
+def code(calls: Sequence[ExpectedCall], most_bytes: int) -> str:
     """Returns the code that a sandbox runs. It holds no expected value."""
     request = {
         "calls": [(call.function, call.arguments) for call in calls],
@@ -67,7 +67,7 @@ def code(calls: Sequence[Call], most_bytes: int) -> str:
     return f"{_CALLER}\nmain(json.loads({json.dumps(request)!r}))\n"
 
 
-def judge(calls: Sequence[Call], answers: str) -> dict[str, bool]:
+def judge(calls: Sequence[ExpectedCall], answers: str) -> dict[str, bool]:
     """Returns which calls had the right result, by number. A call without an answer failed.
 
     The answers are the sandbox's output, one line of JSON a call. They are not trusted.

@@ -31,12 +31,16 @@ class Grader:
 
     def __init__(self, tools: toolkit.Toolkit, partial: bool, seconds: float, most_bytes: int) -> None:
         self._tools, self._partial, self._seconds, self._most_bytes = tools, partial, seconds, most_bytes
-        self._verdicts: collections.OrderedDict[str, suites.Verdict] = collections.OrderedDict()
+        self._verdicts: collections.OrderedDict[str, suites.SuiteVerdict] = collections.OrderedDict()
         self._unchanged: suites.UnchangedRuns = {}
         self._reasons = resolving.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def grade(
-        self, task: protocols.Task, snapshot: snapshots.Snapshot, files: Mapping[str, snapshots.File], refused: str
+        self,
+        task: protocols.Task,
+        snapshot: snapshots.RepositorySnapshot,
+        files: Mapping[str, snapshots.File],
+        refused: str,
     ) -> protocols.Outcome:
         """Returns the reward of a rollout and its metrics.
 
@@ -52,7 +56,7 @@ class Grader:
         if len(files) > len(snapshot.files) + MORE_FILES:
             refused = f"more than {len(snapshot.files) + MORE_FILES} files"
         # Too large, or made unreadable: the policy did it, so this is a reward of 0 and not a crash.
-        verdict, lines = suites.Verdict(0, suite.total, f"left files that were refused: {refused}"), 0
+        verdict, lines = suites.SuiteVerdict(0, suite.total, f"left files that were refused: {refused}"), 0
         if not refused:
             verdict = await self._judge(snapshot, files, suite)
             lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, files)
@@ -71,8 +75,8 @@ class Grader:
         return protocols.Outcome(reward, {name: float(value) for name, value in metrics.items()})
 
     async def _judge(
-        self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: suites.Suite
-    ) -> suites.Verdict:
+        self, snapshot: snapshots.RepositorySnapshot, workspace: Mapping[str, snapshots.File], suite: suites.Suite
+    ) -> suites.SuiteVerdict:
         key = await deadlines.off_loop(suites.digest, snapshot, workspace, suite)
         if key in self._verdicts:  # most rollouts of an easy task end with the same files
             # The verdict that was not used for the longest time is dropped first.

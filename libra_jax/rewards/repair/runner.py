@@ -37,7 +37,7 @@ for name in names:
 
 
 def _remove_shadows(added: Mapping[str, list[str]], packages: list[str]) -> None:
-    """Removes new modules (files by name) that would be imported instead of others, or by nobody of the repository."""
+    """Removes new modules (files by name) that would be imported instead of others, or by no one of the repository."""
     request = json.dumps([packages, [name for name in added if name.isidentifier()]])
     # Python itself knows best what it finds: its own modules, those of its site-packages and of paths that these add.
     command = [sys.executable, "-I", "-c", _FIND]
@@ -116,7 +116,7 @@ def _run(request: Mapping[str, Any], workspace: str, path: list[str]) -> dict[st
 def main(request: Mapping[str, Any]) -> None:
     """Runs the tests and writes the answer: the request's secret, and the report of the tests' process."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no other process may trace this one
-    # The answer gets a descriptor that no child inherits, and nobody else writes to the standard streams' places.
+    # The answer gets a descriptor that no child inherits, and no one else writes to the standard streams' places.
     answer, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
     for target in (0, 1, 2):
         os.dup2(nothing, target)

@@ -57,7 +57,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RepositorySnapshot:
     """A repository.
 
     Attributes:
@@ -69,12 +69,12 @@ class Snapshot:
     links: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_texts(cls, texts: Mapping[str, str]) -> Snapshot:
+    def of_texts(cls, texts: Mapping[str, str]) -> RepositorySnapshot:
         """Returns a snapshot of text files."""
         return cls({path: File(text.encode()) for path, text in texts.items()})
 
     @classmethod
-    def read(cls, path: pathlib.Path, most_bytes: int) -> Snapshot:
+    def read(cls, path: pathlib.Path, most_bytes: int) -> RepositorySnapshot:
         """Reads a directory or a tar, compressed or not.
 
         If a single folder of the tar holds everything else, that folder is removed from the paths.
@@ -126,7 +126,7 @@ class Snapshot:
         return content.getvalue()
 
 
-def of_task(task: protocols.Task, field: str, most_bytes: int) -> Snapshot:
+def of_task(task: protocols.Task, field: str, most_bytes: int) -> RepositorySnapshot:
     """Returns the files that a field of a task's payload holds.
 
     Args:
@@ -139,14 +139,14 @@ def of_task(task: protocols.Task, field: str, most_bytes: int) -> Snapshot:
         return _read(pathlib.Path(value), most_bytes)
     if not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value.values()):
         raise protocols.DataError(f"task {task.prompt_id}: its field {field!r} holds neither texts by path nor a path")
-    return Snapshot.of_texts(value)
+    return RepositorySnapshot.of_texts(value)
 
 
-_read = functools.lru_cache(maxsize=64)(Snapshot.read)
+_read = functools.lru_cache(maxsize=64)(RepositorySnapshot.read)
 """Cached, because the rollouts of a group run in sequence on the same repository."""
 
 
-def taken_over(saved: limits.Outcome, most_bytes: int) -> tuple[dict[str, File], str]:
+def taken_over(saved: limits.SandboxOutcome, most_bytes: int) -> tuple[dict[str, File], str]:
     """Returns the regular files that came from a sandbox, and why there are none: unreadable, or more than may be.
 
     Raises:
@@ -193,7 +193,7 @@ def _bounded_member() -> type[tarfile.TarInfo]:
     return Member
 
 
-def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> Snapshot:
+def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> RepositorySnapshot:
     files: dict[str, File] = {}
     links, remaining_bytes = {}, most_bytes
     for member in archive:
@@ -214,7 +214,7 @@ def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> Snapshot:
             links[path] = member.linkname
     if remaining_bytes < 0:
         raise protocols.DataError(f"{where}: takes more than {most_bytes} bytes")
-    return Snapshot(files, links)
+    return RepositorySnapshot(files, links)
 
 
 def is_inside(path: str) -> bool:
@@ -224,7 +224,9 @@ def is_inside(path: str) -> bool:
     return good and len(path) <= _LONGEST_PATH
 
 
-def for_tests(snapshot: Snapshot, workspace: Mapping[str, File], tests: Mapping[str, File]) -> Snapshot:
+def for_tests(
+    snapshot: RepositorySnapshot, workspace: Mapping[str, File], tests: Mapping[str, File]
+) -> RepositorySnapshot:
     """Returns the files for the hidden tests: the policy's files without those of the suite, and the suite.
 
     Args:
@@ -253,7 +255,7 @@ def for_tests(snapshot: Snapshot, workspace: Mapping[str, File], tests: Mapping[
         for path, target in snapshot.links.items()  # links that the policy made are left out
         if path not in files and path not in folders and not files.keys() & _parents(path)
     }
-    return Snapshot(files, links)
+    return RepositorySnapshot(files, links)
 
 
 def _is_the_suites(path: str) -> bool:
@@ -266,7 +268,9 @@ def _is_the_suites(path: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in OWNED)
 
 
-def new_modules(snapshot: Snapshot, tests: Mapping[str, File], files: Collection[str]) -> dict[str, list[str]]:
+def new_modules(
+    snapshot: RepositorySnapshot, tests: Mapping[str, File], files: Collection[str]
+) -> dict[str, list[str]]:
     """Returns files of modules that neither the repository nor the suite has, by the name that imports them.
 
     Python searches the root, src, and for each file of the suite the first folder above that is no package (pytest).

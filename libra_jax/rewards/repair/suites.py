@@ -56,7 +56,7 @@ class Suite:
     must_pass: Sequence[str] = ()
     command: str = ""
     seconds: float | None = None
-    calls: Sequence[calls_module.Call] = ()
+    calls: Sequence[calls_module.ExpectedCall] = ()
 
     @property
     def total(self) -> int:
@@ -73,7 +73,7 @@ class Suite:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SuiteVerdict:
     """The verdict on a run.
 
     Attributes:
@@ -132,11 +132,11 @@ class _Died(Exception):
 
 async def run(
     sandbox: pool.Sandbox,
-    snapshot: snapshots.Snapshot,
+    snapshot: snapshots.RepositorySnapshot,
     workspace: Mapping[str, snapshots.File],
     suite: Suite,
     unchanged_runs: UnchangedRuns | None = None,
-) -> Verdict:
+) -> SuiteVerdict:
     """Runs hidden tests on a repository as a policy left it. The tested code is responsible for its effects on the run.
 
     If the sandbox dies, the run is repeated once. If it dies again, the unchanged repository is run right afterwards.
@@ -169,9 +169,9 @@ async def run(
                 f"sandboxes died under the hidden tests ({death}), and under those of the unchanged repository "
                 f"({error}); see that this machine has memory left, and sandbox.memory_mib"
             ) from error
-        return Verdict(0, suite.total, f"ended the sandbox: {death}", broke=True)
+        return SuiteVerdict(0, suite.total, f"ended the sandbox: {death}", broke=True)
     if findings.problem:
-        return Verdict(0, suite.total, findings.problem, findings.overdue, findings.forged)
+        return SuiteVerdict(0, suite.total, findings.problem, findings.overdue, findings.forged)
     required_tests = [outcomes.dotted(name) for name in suite.must_pass]
     before: Mapping[str, outcomes.Outcome] = {}
     if not suite.calls and (not required_tests or "xfailed" in findings.outcomes.values()):
@@ -185,7 +185,7 @@ async def run(
         for name in required_tests
         if (outcome := findings.outcomes.get(name)) == "passed" or outcome == "xfailed" == before.get(name)
     ]
-    return Verdict(len(good), len(required_tests))
+    return SuiteVerdict(len(good), len(required_tests))
 
 
 def _all_tests(
@@ -213,7 +213,7 @@ class _Bench:
     """Judges files by one suite. Judges the unchanged repository at most once, and only if needed."""
 
     sandbox: pool.Sandbox
-    snapshot: snapshots.Snapshot
+    snapshot: snapshots.RepositorySnapshot
     suite: Suite
     unchanged_runs: UnchangedRuns
 
@@ -277,7 +277,7 @@ class _Bench:
         return findings
 
 
-def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> str:
+def digest(snapshot: snapshots.RepositorySnapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> str:
     """Returns a digest of everything that a verdict depends on.
 
     The unchanged repository belongs to it: without named tests, its outcomes say which tests have to pass.
@@ -296,7 +296,9 @@ def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File]
 class _Examination:
     """One run. A sandbox gets `files` and `code`, and `read` interprets its answer."""
 
-    def __init__(self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> None:
+    def __init__(
+        self, snapshot: snapshots.RepositorySnapshot, workspace: Mapping[str, snapshots.File], suite: Suite
+    ) -> None:
         self._suite, self._secret = suite, secrets.token_hex(16)
         self._controls: dict[str, bool] = {}
         self._modules: dict[str, str] = {}
@@ -357,7 +359,7 @@ class _Examination:
         forms = (f"self.assertEqual({first!r}, {second!r})", f"assert {first!r} == {second!r}")
         return test, forms[place - 1] if place in (1, 2) else secrets.choice(forms)
 
-    def read(self, outcome: limits.Outcome) -> Findings:
+    def read(self, outcome: limits.SandboxOutcome) -> Findings:
         """Returns the findings of a run from its sandbox's outcome."""
         if outcome.status == "timeout":
             return Findings(problem=outcome.text or "took too long", overdue=True)

@@ -19,7 +19,7 @@ IMPORT = "import"
 """Name of the test case that stands for the import of a test file."""
 
 
-class Result(unittest.TestResult):
+class JunitResult(unittest.TestResult):
     """Outcomes as JUnit test cases, in the order in which the tests ended."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Result(unittest.TestResult):
 def main(report: str, paths: Sequence[str]) -> None:
     """Runs the tests of some files, which lie in the current folder or in its folder src."""
     # Taken before the tested code is imported, which could replace them.
-    write, result = ElementTree.tostring, Result()
+    write, result = ElementTree.tostring, JunitResult()
     for path in paths:
         name = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         try:

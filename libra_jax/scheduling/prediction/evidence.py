@@ -77,7 +77,7 @@ LINDY = (0.11, 0.43, 1.0, 2.3, 7.0, 39.0)
 
 
 class Evidence:
-    """Learns from finished requests and predicts for live ones: a `learning.Learner`.
+    """Learns from finished requests and predicts for live ones: a `learning.PredictionLearner`.
 
     Args:
       config: `evidence`, `window`, `tree_nodes`, `path_depth`, `half_life` and `prior_count` apply here.
@@ -91,12 +91,12 @@ class Evidence:
         self.by_prompt = prefix_tree.PrefixTree(window, nodes, config.path_depth + 1, half_life)
         self.by_suffix = prefix_tree.PrefixTree(window, nodes, 4, half_life, ROOT_WINDOWS * window)
         self._depth = config.path_depth
-        self._prompts: OrderedDict[str, paths.Prompt] = OrderedDict()
+        self._prompts: OrderedDict[str, paths.PromptPaths] = OrderedDict()
         self._keys: dict[tuple[str, int, str], paths.Key] = {}  # by tool, bits of the payload's size, status
         self._lessons: deque[tuple[tuple[Any, ...], int]] = deque()  # of the suffixes: path and sample
         self._siblings = (0.0, 0.0)  # sums over returns, of factor x error and of factor squared, all logarithms
 
-    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> paths.Track:
+    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> paths.RequestTrack:
         """Returns the empty path of a request that has arrived.
 
         Args:
@@ -105,7 +105,7 @@ class Evidence:
         """
         prompt = self._prompts.get(prompt_id)
         if prompt is None:
-            prompt = self._prompts[prompt_id] = paths.Prompt()
+            prompt = self._prompts[prompt_id] = paths.PromptPaths()
             limit, prompts = max(64, self.by_prompt.nodes // 16), self._prompts
             # The least recently used go first; while the first has live requests, all stay.
             while len(prompts) > limit and not next(iter(prompts.values())).live:
@@ -117,7 +117,7 @@ class Evidence:
             track.opening = paths.opening_key(segment)
         return track
 
-    def observe(self, track: paths.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
+    def observe(self, track: paths.RequestTrack, causal_state: protocols.CausalState, generated_tokens: int) -> None:
         if self._sees != "causes":
             self._survived(track, generated_tokens)
             return
@@ -135,7 +135,7 @@ class Evidence:
         if self._lessons:
             self._learn(LESSONS)
 
-    def finish(self, track: paths.Track, generated_tokens: int, *, learn: bool = True) -> None:
+    def finish(self, track: paths.RequestTrack, generated_tokens: int, *, learn: bool = True) -> None:
         prompt = track.prompt
         prompt.live -= 1
         # A length of an aborted request, or of one whose early path is unknown, would teach too short remainders.
@@ -165,7 +165,7 @@ class Evidence:
             self._lessons.append((paths.suffix(key, failures, largest, mark, before), generated_tokens - mark))
             before = key
 
-    def predict(self, track: paths.Track, generated_tokens: int) -> prefix_tree.Sketch:
+    def predict(self, track: paths.RequestTrack, generated_tokens: int) -> prefix_tree.Sketch:
         """Returns quantiles at `prefix_tree.LEVELS` of the tokens that the request has still to generate.
 
         A prediction at a tool return is kept in `track`, to be compared when the request is over. Of `mean`, it is the
@@ -255,7 +255,7 @@ class Evidence:
             add(*lessons.popleft())
             count -= 1
 
-    def _survived(self, track: paths.Track, generated_tokens: int) -> None:
+    def _survived(self, track: paths.RequestTrack, generated_tokens: int) -> None:
         """Adds to the prompt's hazard what a first segment has got through since it was last asked about."""
         if track.opening:
             return
@@ -264,7 +264,7 @@ class Evidence:
         track.prompt.hazard += hazard - track.hazard
         track.hazard = hazard
 
-    def _factor(self, track: paths.Track) -> float:
+    def _factor(self, track: paths.RequestTrack) -> float:
         """Returns the frailty: how many times as long as the typical one the prompt is, by its siblings."""
         low, high = FRAILTY_RANGE
         # Without the request's own survival, on which its prediction is conditioned.
@@ -272,7 +272,7 @@ class Evidence:
         factor = (hazard + FRAILTY) / (track.prompt.finished + FRAILTY)
         return low if factor < low else high if factor > high else factor
 
-    def _renew(self, tree: prefix_tree.PrefixTree, node: prefix_tree.Node) -> None:
+    def _renew(self, tree: prefix_tree.PrefixTree, node: prefix_tree.PathNode) -> None:
         """Renews the node's blend: its own sketch, shrunk towards the blend of the node behind it."""
         parent, clock = node.parent, tree.clock
         node.blend = node.sketch()
@@ -286,7 +286,7 @@ class Evidence:
     def _blend(
         self,
         sketch: prefix_tree.Sketch,
-        chain: list[prefix_tree.Node],
+        chain: list[prefix_tree.PathNode],
         tree: prefix_tree.PrefixTree,
         since: int,
     ) -> prefix_tree.Sketch:

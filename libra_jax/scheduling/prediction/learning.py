@@ -9,18 +9,18 @@ from libra_jax import protocols
 from libra_jax.scheduling.prediction import paths
 
 
-class Learner(Protocol):
+class PredictionLearner(Protocol):
     """Learns from finished requests how long others will be. `evidence.Evidence` documents the methods."""
 
-    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> paths.Track:
+    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> paths.RequestTrack:
         """Returns the empty path of a request that has arrived."""
         ...
 
-    def observe(self, track: paths.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
+    def observe(self, track: paths.RequestTrack, causal_state: protocols.CausalState, generated_tokens: int) -> None:
         """Adds a tool return to a path."""
         ...
 
-    def finish(self, track: paths.Track, generated_tokens: int, *, learn: bool) -> None:
+    def finish(self, track: paths.RequestTrack, generated_tokens: int, *, learn: bool) -> None:
         """Ends a path; its length is evidence for others if `learn`."""
         ...
 

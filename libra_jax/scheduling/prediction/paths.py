@@ -43,7 +43,7 @@ def causal_key(state: protocols.CausalState) -> Key:
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class PromptPaths:
     """A prompt's requests: the live ones, the finished ones, and the hazard that all of them have got through."""
 
     live: int = 0
@@ -52,7 +52,7 @@ class Prompt:
 
 
 @dataclass(slots=True, eq=False)
-class Track:
+class RequestTrack:
     """A request's path.
 
     Attributes:
@@ -69,7 +69,7 @@ class Track:
     """
 
     place: Hashable
-    prompt: Prompt
+    prompt: PromptPaths
     start: int = 0
     opening: Key | None = None
     path: list[Key] = field(default_factory=list)
@@ -89,10 +89,10 @@ def opening_key(segment: int) -> Key:
     return "segment", min(segment, MOST_SEGMENTS), "begun"
 
 
-def start_track(prompt_id: str, prompt: Prompt, generated_tokens: int, segment: int) -> Track:
+def start_track(prompt_id: str, prompt: PromptPaths, generated_tokens: int, segment: int) -> RequestTrack:
     """Returns the path of a request that has arrived, without an opening."""
     place = (prompt_id, min(segment, MOST_SEGMENTS)) if segment else prompt_id
-    return Track(place, prompt, generated_tokens)
+    return RequestTrack(place, prompt, generated_tokens)
 
 
 def counted(key: Key, failures: int, largest: int) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def suffix(key: Key, failures: int, largest: int, generated_tokens: int, before:
 
 
 class PathStatistics:
-    """Remaining tokens by path, in each prompt's tree and in one of all prompts: a `learning.Learner`.
+    """Remaining tokens by path, in each prompt's tree and in one of all prompts: a `learning.PredictionLearner`.
 
     Args:
       config: `window`, `tree_nodes`, `path_depth` and `half_life` apply here.
@@ -121,22 +121,22 @@ class PathStatistics:
         self.by_prompt = prefix_tree.PrefixTree(*limits, config.path_depth + 1, config.half_life)
         self.shared = prefix_tree.PrefixTree(*limits, config.path_depth, config.half_life)
 
-    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> Track:
+    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> RequestTrack:
         """Returns the empty path of a request that has arrived (`Evidence.start`); each segment has its own."""
-        return start_track(prompt_id, Prompt(), generated_tokens, segment)
+        return start_track(prompt_id, PromptPaths(), generated_tokens, segment)
 
-    def observe(self, track: Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
+    def observe(self, track: RequestTrack, causal_state: protocols.CausalState, generated_tokens: int) -> None:
         track.path.append(causal_key(causal_state))
         track.marks.append(generated_tokens)
 
-    def finish(self, track: Track, generated_tokens: int, *, learn: bool) -> None:
+    def finish(self, track: RequestTrack, generated_tokens: int, *, learn: bool) -> None:
         if track.start or not generated_tokens or not learn:
             return
         remaining = track.remaining(generated_tokens)
         self.by_prompt.add((track.place, *track.path), (generated_tokens, *remaining))
         self.shared.add(track.path, remaining)
 
-    def deepest_node(self, track: Track) -> prefix_tree.Node | None:
+    def deepest_node(self, track: RequestTrack) -> prefix_tree.PathNode | None:
         """Returns the deepest known node of the path, in the prompt's tree first; None if no part of it is known."""
         # In the prompt's tree the first edge is the prompt itself, which says nothing of the path.
         for tree, path, min_depth in ((self.by_prompt, (track.place, *track.path), 2), (self.shared, track.path, 1)):

@@ -53,7 +53,7 @@ NARROWEST_TAIL = 0.15
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RecordedRollout:
     """The part of a recorded trajectory, or of one of its segments, that counts here.
 
     Attributes:
@@ -69,7 +69,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class State:
+class LabelledState:
     """A causal state, and what was left to generate after it.
 
     Attributes:
@@ -109,7 +109,7 @@ class PredictionQuality:
       covered: share of returns whose remainder lies between the quantiles that should hold `COVERED` of them.
     """
 
-    states: tuple[State, ...]
+    states: tuple[LabelledState, ...]
     explained: float
     bounds: tuple[int, ...]
     judged: int
@@ -123,7 +123,7 @@ class PredictionQuality:
     covered: float
 
 
-def rollouts(record: Mapping[str, Any]) -> list[Rollout]:
+def rollouts(record: Mapping[str, Any]) -> list[RecordedRollout]:
     """Reads a record of a trace. Each segment of a rollout counts as a rollout of its own, as it does in routing."""
     step = record.get("step")
     by_segment: dict[int, list[Mapping[str, Any]]] = {}
@@ -142,12 +142,12 @@ def rollouts(record: Mapping[str, Any]) -> list[Rollout]:
             for turn in turns[:-1]
         )
         generated = tuple(turn["generated_tokens"] for turn in turns)
-        result.append(Rollout(record["prompt_id"], step if isinstance(step, int) else None, generated, returns))
+        result.append(RecordedRollout(record["prompt_id"], step if isinstance(step, int) else None, generated, returns))
     return result
 
 
 def measure(
-    rollouts: Collection[Rollout], config: config_lib.SchedulerConfig | None = None
+    rollouts: Collection[RecordedRollout], config: config_lib.SchedulerConfig | None = None
 ) -> PredictionQuality | None:
     """Judges the evidence on the rollouts of one run; None if no tool ever returned.
 
@@ -164,7 +164,7 @@ def measure(
     every = sorted(itertools.chain.from_iterable(tokens_left.values()))
     ranks = (len(every) * part // BUCKETS for part in range(1, BUCKETS))
     # A bound at the largest value would leave the bucket above it empty.
-    judge = _Judge(tuple(sorted({every[max(0, rank - 1)] for rank in ranks} - {every[-1]})))
+    judge = _PredictionJudge(tuple(sorted({every[max(0, rank - 1)] for rank in ranks} - {every[-1]})))
     config = config or config_lib.SchedulerConfig()
     candidate = evidence.Evidence(config)
     plain = evidence.Evidence(dataclasses.replace(config, evidence="mean"))
@@ -184,7 +184,7 @@ def told(size_class: int) -> str:
     return f"{low:,} to {2 * low - 1:,}" if size_class else f"under {2 * low:,}"
 
 
-class _Judge:
+class _PredictionJudge:
     """Compares predictions with the true remainders.
 
     Args:
@@ -202,7 +202,7 @@ class _Judge:
         self._saved: dict[str, list[float]] = collections.defaultdict(list)  # bits of each return, by prompt
 
     def take_step(
-        self, step: Sequence[Rollout], candidate: evidence.Evidence, plain: evidence.Evidence, *, judged: bool
+        self, step: Sequence[RecordedRollout], candidate: evidence.Evidence, plain: evidence.Evidence, *, judged: bool
     ) -> None:
         """Predicts what is left at each return of a step's rollouts, and learns from each rollout when it ends.
 
@@ -255,7 +255,7 @@ class _Judge:
             tokens_left.items(), key=lambda item: (-len(item[1]), item[0])
         ):
             p90 = sorted(values)[math.ceil(0.9 * len(values)) - 1]
-            states.append(State(tool, size_class, status, len(values), sum(values) / len(values), p90))
+            states.append(LabelledState(tool, size_class, status, len(values), sum(values) / len(values), p90))
         # Epsilon squared (Kelley, 1935): the share of the variance between states, estimated without bias.
         returns, total = sum(map(len, tokens_left.values())), sum(map(sum, tokens_left.values()))
         total_squares = sum(value**2 for values in tokens_left.values() for value in values) - total**2 / returns
@@ -295,7 +295,7 @@ class _Judge:
         return math.sqrt(prompts / (prompts - 1) * squares) / count
 
 
-def _remaining(one: Rollout) -> list[int]:
+def _remaining(one: RecordedRollout) -> list[int]:
     """Returns the tokens left after each return."""
     return list(itertools.accumulate(reversed(one.generated[1:])))[::-1]
 

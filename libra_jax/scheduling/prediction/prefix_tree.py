@@ -30,7 +30,7 @@ SETTLED_SAMPLES = 64
 """A node with fewer samples changes with each of them."""
 
 
-class Node:
+class PathNode:
     """One path's statistics. Reading them costs a sort only after the window has changed.
 
     Attributes:
@@ -56,10 +56,10 @@ class Node:
         "stamp",
     )
 
-    def __init__(self, edge: Hashable = None, parent: Node | None = None) -> None:
+    def __init__(self, edge: Hashable = None, parent: PathNode | None = None) -> None:
         self.edge = edge
         self.parent = parent
-        self.children: dict[Hashable, Node] | None = None
+        self.children: dict[Hashable, PathNode] | None = None
         self.samples: list[int] = []
         self.stamp = 0
         self.mass = 0.0
@@ -144,7 +144,7 @@ def sketch_of(ordered: Sequence[float]) -> Sketch:
 
 @dataclass(eq=False)
 class PrefixTree:
-    """A tree of `Node`s with a cap on their number.
+    """A tree of `PathNode`s with a cap on their number.
 
     Attributes:
       window: samples that a node keeps.
@@ -161,10 +161,10 @@ class PrefixTree:
     depth: int = 16
     half_life: float = 4096.0
     root_window: int = 0
-    root: Node = field(default_factory=Node, init=False)
+    root: PathNode = field(default_factory=PathNode, init=False)
     clock: int = field(default_factory=int, init=False)
     # The least recently used first; the root is never evicted.
-    _used: OrderedDict[Node, None] = field(default_factory=OrderedDict, init=False)
+    _used: OrderedDict[PathNode, None] = field(default_factory=OrderedDict, init=False)
 
     def __len__(self) -> int:
         return len(self._used) + 1
@@ -195,7 +195,7 @@ class PrefixTree:
         self.use(node)
         self._shrink()
 
-    def find(self, path: Sequence[Hashable]) -> tuple[Node, int]:
+    def find(self, path: Sequence[Hashable]) -> tuple[PathNode, int]:
         """Returns the deepest known node on the path and its depth; depth 0 is the root. It does not count as used."""
         node, depth = self.root, 0
         for edge in path:
@@ -204,7 +204,7 @@ class PrefixTree:
             node, depth = child, depth + 1
         return node, depth
 
-    def weight(self, node: Node) -> float:
+    def weight(self, node: PathNode) -> float:
         """Returns the number of samples of the node, each discounted for its age."""
         age = self.clock - node.stamp
         return node.mass * 0.5 ** (age / self.half_life) if age else node.mass
@@ -257,9 +257,9 @@ class PrefixTree:
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Replaces the state by a snapshot's; windows and caps stay this tree's."""
-        self.root, self.clock = Node(), int(snapshot["clock"])
+        self.root, self.clock = PathNode(), int(snapshot["clock"])
         self._used.clear()
-        nodes: list[Node] = []
+        nodes: list[PathNode] = []
         for parent, edge, samples, stamp, mass in snapshot["nodes"]:
             # JSON has lists where edges are tuples, which a dict needs as keys.
             node = (
@@ -272,7 +272,7 @@ class PrefixTree:
             self._used.move_to_end(node)
         self._shrink()
 
-    def _fill(self, node: Node, samples: Iterable[int], stamp: int, mass: float) -> None:
+    def _fill(self, node: PathNode, samples: Iterable[int], stamp: int, mass: float) -> None:
         """Replaces a node's samples by these, the oldest first."""
         node.samples, node._next, node._sketch, node._ordered = [], 0, (), None
         window = self._window_of(node)
@@ -280,19 +280,19 @@ class PrefixTree:
             node.add(sample, window, stamp, self.half_life)
         node.stamp, node.mass = stamp, mass
 
-    def _window_of(self, node: Node) -> int:
+    def _window_of(self, node: PathNode) -> int:
         return self.root_window or self.window if node is self.root else self.window
 
-    def _child(self, node: Node, edge: Hashable) -> Node:
+    def _child(self, node: PathNode, edge: Hashable) -> PathNode:
         if node.children is None:
             node.children = {}
         child = node.children.get(edge)
         if child is None:
-            child = node.children[edge] = Node(edge, node)
+            child = node.children[edge] = PathNode(edge, node)
             self._used[child] = None
         return child
 
-    def use(self, node: Node) -> None:
+    def use(self, node: PathNode) -> None:
         """Marks the node and those above it as the most recently used."""
         # From the leaf upwards, so that a parent always counts as used later than its children (`_shrink`).
         move, parent = self._used.move_to_end, node.parent

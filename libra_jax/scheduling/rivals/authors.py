@@ -103,7 +103,7 @@ class Node:
 
 
 @dataclass(slots=True, eq=False)
-class Track(paths.Track):
+class Track(paths.RequestTrack):
     """A path whose `marks` count what tools returned.
 
     Attributes:
@@ -116,24 +116,24 @@ class Track(paths.Track):
 
 
 class Statistics:
-    """The trees of each prompt and of all prompts: a `learning.Learner`."""
+    """The trees of each prompt and of all prompts: a `learning.PredictionLearner`."""
 
     def __init__(self) -> None:
         self.shared = Node()
         self.by_prompt: dict[str, Node] = {}
 
-    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> paths.Track:
+    def start(self, prompt_id: str, generated_tokens: int, segment: int = 0) -> paths.RequestTrack:
         """Returns the empty path of a request that has arrived. The segments of a rollout are requests like others."""
-        return Track(prompt_id, paths.Prompt(), generated_tokens)
+        return Track(prompt_id, paths.PromptPaths(), generated_tokens)
 
-    def observe(self, track: paths.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
+    def observe(self, track: paths.RequestTrack, causal_state: protocols.CausalState, generated_tokens: int) -> None:
         assert isinstance(track, Track)
         payload = causal_state.payload_tokens
         track.path.append((causal_state.tool, (payload > SMALL) + (payload > MEDIUM), causal_state.status))
         track.payload += payload
         track.marks.append(generated_tokens + track.payload)
 
-    def finish(self, track: paths.Track, generated_tokens: int, *, learn: bool) -> None:
+    def finish(self, track: paths.RequestTrack, generated_tokens: int, *, learn: bool) -> None:
         """Ends a path; its length is evidence for others if `learn` and if a tool returned."""
         assert isinstance(track, Track)
         if track.start or not track.path or not learn:
@@ -146,7 +146,7 @@ class Statistics:
         while len(self.by_prompt) > MOST_PROMPTS:
             del self.by_prompt[next(iter(self.by_prompt))]
 
-    def deepest_node(self, track: paths.Track) -> Node | None:
+    def deepest_node(self, track: paths.RequestTrack) -> Node | None:
         """Returns the deepest known node of the path; None if nothing has finished."""
         node = self.by_prompt.get(str(track.place), self.shared).deepest(track.path)
         return node if node.count else None
@@ -186,7 +186,7 @@ class CmlfqAuthors(residents.ResidentScheduler):
         self._max_residents = max_residents
         super().__init__(config, kinds=kinds, learner=self.statistics)
 
-    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.LiveRequest, now: float, *, returned: bool = False) -> int:
         track = request.track
         assert isinstance(track, Track)
         level = min(track.level, len(self.buckets) - 1)
@@ -204,10 +204,10 @@ class CmlfqAuthors(residents.ResidentScheduler):
         request.target = target
         return level
 
-    def admits(self, request: requests.Request, server: buckets.Server) -> bool:
+    def admits(self, request: requests.LiveRequest, server: buckets.InstanceQueue) -> bool:
         return True  # under any admission: the limit of residents, which `route` keeps, is its own
 
-    def _least_live(self, level: int) -> buckets.Server | None:
+    def _least_live(self, level: int) -> buckets.InstanceQueue | None:
         """Returns the instance that a request meant for a bucket goes to; None without instances."""
         limit = self._max_residents
         other_buckets = [bucket for bucket in self.buckets if bucket.level != level]

@@ -23,10 +23,10 @@ class RoundRobin(residents.ResidentScheduler):
 
     _last = ""
     _turn = 0
-    _cycle: Sequence[buckets.Server] = ()
+    _cycle: Sequence[buckets.InstanceQueue] = ()
     _cycle_of: buckets.Bucket | None = None
 
-    def pick(self, request: requests.Request, bucket: buckets.Bucket) -> buckets.Server:
+    def pick(self, request: requests.LiveRequest, bucket: buckets.Bucket) -> buckets.InstanceQueue:
         # Each change of instances makes another bucket, so an unknown bucket means that the instances changed.
         if bucket is not self._cycle_of:
             self._cycle_of = bucket
@@ -62,7 +62,7 @@ class Sticky(residents.ResidentScheduler):
         super().__init__(config)
         self._threshold = threshold
 
-    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.LiveRequest, now: float, *, returned: bool = False) -> int:
         home = self.servers.get(request.context_at)
         request.remaining = float(request.generated_tokens)
         # A parent's cache is followed for most of the context alone, and while no instance is less busy: to follow it
@@ -73,10 +73,10 @@ class Sticky(residents.ResidentScheduler):
         request.target = home
         return 0
 
-    def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: requests.LiveRequest) -> bool:
         return request.target is None or self._excess(request.target) > self._threshold
 
-    def _excess(self, home: buckets.Server) -> float:
+    def _excess(self, home: buckets.InstanceQueue) -> float:
         """Returns how much busier the instance is than the least busy one, in shares of their slots."""
         bucket = self.buckets[0]
         # Without a free slot anywhere, the least busy instance is as full as all others.
@@ -94,7 +94,7 @@ class StickyCache(residents.ResidentScheduler):
     by_cache = True
     counts_residents = True
 
-    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.LiveRequest, now: float, *, returned: bool = False) -> int:
         request.remaining = float(request.generated_tokens)
         if returned:
             self.leave_full(request)
@@ -127,7 +127,7 @@ class Mlfq(residents.ResidentScheduler):
         super().__init__(config, kinds=kinds)
         self._quantum = quantum
 
-    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.LiveRequest, now: float, *, returned: bool = False) -> int:
         request.remaining = float(request.generated_tokens)
         if returned and request.level and request.mark == request.generated_tokens:  # demoted at the tool call
             request.reason = BUDGET_OUTRUN
@@ -155,7 +155,7 @@ class Mlfq(residents.ResidentScheduler):
             placement = self.displace(request, request.level, now, BUDGET_OUTRUN)
         return [placement, *self.place(now)]
 
-    def _demoted(self, request: requests.Request, generated_tokens: int) -> bool:
+    def _demoted(self, request: requests.LiveRequest, generated_tokens: int) -> bool:
         """Demotes a request that has generated its level's quantum since it came there, at `request.mark`."""
         level = request.level
         if level >= len(self.buckets) - 1:

@@ -52,11 +52,11 @@ class Heddle(residents.ResidentScheduler):
     ) -> None:
         self.evidence = evidence.Evidence(config)
         super().__init__(config, order="longest_first", learner=self.evidence)
-        self.rates = cost_model.Rates(costs)
+        self.rates = cost_model.CostRates(costs)
         self._preempt_ratio = preempt_ratio
         self._ranks: list[tuple[float, str]] = []  # (minus the predicted length, request id) of the live requests
         self._version = -1
-        self._runs: list[buckets.Server] = []  # instances that serve a run, the longest lengths first
+        self._runs: list[buckets.InstanceQueue] = []  # instances that serve a run, the longest lengths first
         self._ends: list[int] = []  # end of each run among the requests that were cut
         self._cut_at = 0  # requests that were cut
 
@@ -71,7 +71,7 @@ class Heddle(residents.ResidentScheduler):
         self._forget(self.requests[request_id])
         return super().on_finish(request_id, generated_tokens, now, completed=completed)
 
-    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.LiveRequest, now: float, *, returned: bool = False) -> int:
         assert request.track is not None
         self._forget(request)
         sketch = self.evidence.predict(request.track, request.generated_tokens)
@@ -102,14 +102,14 @@ class Heddle(residents.ResidentScheduler):
                 placements += super().place(now)
         return placements
 
-    def _forget(self, request: requests.Request) -> None:
+    def _forget(self, request: requests.LiveRequest) -> None:
         """Takes the request's last prediction out of the ranks."""
         entry = (-request.remaining, request.request_id)
         place = bisect.bisect_left(self._ranks, entry)
         if place < len(self._ranks) and self._ranks[place] == entry:
             del self._ranks[place]
 
-    def _run_of(self, request: requests.Request) -> buckets.Server:
+    def _run_of(self, request: requests.LiveRequest) -> buckets.InstanceQueue:
         """Returns the instance whose run the request's rank lies in."""
         if not self._runs:
             self._cut()
@@ -129,7 +129,7 @@ class Heddle(residents.ResidentScheduler):
         contexts = sum(item.context_tokens for item in self.requests.values()) // max(1, len(lengths))
         context = cost_model.rounded(contexts)
 
-        def seconds(server: buckets.Server, first: int, last: int) -> float:
+        def seconds(server: buckets.InstanceQueue, first: int, last: int) -> float:
             """Returns the time of chunks [first, last): its longest request's, at the pace of a full instance."""
             count = edges[last] - edges[first]
             if not count:

@@ -50,14 +50,14 @@ class LengthPredictor(residents.ResidentScheduler):
         self._seed = seed
         self._sigma = sigma
 
-    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.LiveRequest, now: float, *, returned: bool = False) -> int:
         error = _prediction_error(self._seed, request.request_id, self._sigma)
         request.remaining = self._truth(request.request_id) * error
         level = self.levels.of_length(request.remaining)
         request.target = self.home(request, level)
         return level
 
-    def pick(self, request: requests.Request, bucket: buckets.Bucket) -> buckets.Server:
+    def pick(self, request: requests.LiveRequest, bucket: buckets.Bucket) -> buckets.InstanceQueue:
         home = self.home(request, bucket.level)
         return bucket.least_busy() if home is None or home.full else home
 
@@ -106,7 +106,7 @@ class Clairvoyant(residents.ResidentScheduler):
     ) -> None:
         super().__init__(config, order="oldest_longest_first", kinds=kinds)
         self._truth = remaining
-        self._rates = cost_model.Rates(costs)
+        self._rates = cost_model.CostRates(costs)
         self._bounds: list[float] | None = None  # longest request of each level but the widest; None: not drawn
         self._changes = 0
 
@@ -121,7 +121,7 @@ class Clairvoyant(residents.ResidentScheduler):
         self._changes += 1
         return super().on_finish(request_id, generated_tokens, now, completed=completed)
 
-    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.LiveRequest, now: float, *, returned: bool = False) -> int:
         request.remaining = float(self._truth(request.request_id))
         if request.home is not None:
             request.target = request.home
@@ -135,7 +135,7 @@ class Clairvoyant(residents.ResidentScheduler):
             self._changes = 0
         return min(bisect.bisect_left(self._bounds, request.remaining), len(self.buckets) - 1)
 
-    def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: requests.LiveRequest) -> bool:
         # Wider slots that no longer request waits for, but for the reserve; narrower ones never.
         return (
             request.home is None
@@ -219,5 +219,5 @@ class Oracle(cmlfq.Cmlfq):
         super().__init__(config, costs, kinds=kinds, **arguments)
         self._truth = remaining
 
-    def expect(self, request: requests.Request) -> prefix_tree.Sketch:
+    def expect(self, request: requests.LiveRequest) -> prefix_tree.Sketch:
         return (float(self._truth(request.request_id)),)

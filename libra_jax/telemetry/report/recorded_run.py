@@ -196,7 +196,7 @@ def load(workdir: Path) -> RecordedRun:
         else:
             run.pools.append(entry)
             run.seconds = max(run.seconds, entry.start)
-    judged: deque[prediction_quality.Rollout] = deque(maxlen=KEPT_ROLLOUTS)
+    judged: deque[prediction_quality.RecordedRollout] = deque(maxlen=KEPT_ROLLOUTS)
     for record in files.whole_json_lines(workdir / trace.TRACE_FILE):
         run.add_trajectory(record)
         if trace.is_record(record):

@@ -205,7 +205,7 @@ def causal_states(run: RecordedRun) -> Iterator[page.Part]:
         yield page.Table(CAUSES_HEADS, states(run.prediction_quality))
 
 
-def picture(states: Sequence[prediction_quality.State]) -> pictures.Picture:
+def picture(states: Sequence[prediction_quality.LabelledState]) -> pictures.Picture:
     """Draws the tokens left to generate after the first `MOST_STATES` causal states: mean as a bar, P90 as a dot."""
     states = states[:MOST_STATES]
 

@@ -91,7 +91,7 @@ SOURCE = _BOOT.format(
 
 
 @dataclass(frozen=True)
-class Launch:
+class SandboxCommand:
     """The command that starts one sandbox, and what it needs.
 
     Attributes:
@@ -131,7 +131,7 @@ class Backend(abc.ABC):
         return DOOR
 
     @abc.abstractmethod
-    def launch(self, *, group: bool) -> Launch:
+    def launch(self, *, group: bool) -> SandboxCommand:
         """Returns the command that starts one sandbox.
 
         Args:
@@ -208,7 +208,7 @@ def make(
         runtime = shutil.which("podman") or shutil.which("docker")
         if runtime is None:
             raise protocols.ConfigError("config.sandbox.backend: container needs podman or docker, and neither is here")
-        return Container(limits, places, runtime, image, door)
+        return ContainerBackend(limits, places, runtime, image, door)
     program = shutil.which("bwrap")
     if program is None:
         raise protocols.ConfigError(f"config.sandbox.backend: bubblewrap is not here: {INSTALL}")
@@ -277,7 +277,7 @@ class Bubblewrap(Backend):
         self._counts = release >= (5, 14)
         self._users = _USERS if self._root and _maps_users(_USERS) else None
 
-    def launch(self, *, group: bool) -> Launch:
+    def launch(self, *, group: bool) -> SandboxCommand:
         descriptors: list[int] = []
 
         def holding(content: bytes) -> str:
@@ -305,7 +305,7 @@ class Bubblewrap(Backend):
         info = holding(b"")  # not a pipe: if its reader died, bubblewrap would end and leave its clone behind
         program, environment = self._first_process(count_processes=self._counts, group=group)
         command += ["--info-fd", info, "--remount-ro", "/", "--chdir", WORKSPACE, "--", *_PYTHON, "-c", *program]
-        return Launch(command, environment, int(info), tuple(descriptors))
+        return SandboxCommand(command, environment, int(info), tuple(descriptors))
 
     def caveats(self, *, group: bool) -> list[str]:
         caveats = [] if group else [_SAMPLED]
@@ -391,7 +391,7 @@ def _help(program: str) -> str:
         raise protocols.ConfigError(f"config.sandbox.backend: {program} --help did not answer: {error}") from error
 
 
-class Container(Backend):
+class ContainerBackend(Backend):
     """Runs each sandbox as a podman or docker container. The runtime brings its own filter of system calls."""
 
     def __init__(
@@ -401,7 +401,7 @@ class Container(Backend):
         super().__init__(limits, packages, door)
         self._runtime, self._image = runtime, image
 
-    def launch(self, *, group: bool) -> Launch:
+    def launch(self, *, group: bool) -> SandboxCommand:
         """See `Backend`. The runtime makes its own control group, so `group` is ignored."""
         limits, name = self.limits, f"libra-{uuid.uuid4().hex}"
         size = f"rw,nosuid,nodev,mode=1777,size={limits.workspace_mib}m"
@@ -420,7 +420,7 @@ class Container(Backend):
         command += [f"--env={key}={value}" for key, value in {**environment, "PATH": _PATH}.items()]
         command += [self._image, "python3", "-I", "-c", *program]
         # The runtime's client needs this process's environment. The container gets only the --env words.
-        return Launch(command, dict(os.environ), remove=(self._runtime, "rm", "--force", name))
+        return SandboxCommand(command, dict(os.environ), remove=(self._runtime, "rm", "--force", name))
 
 
 class Unconfined(Backend):
@@ -430,10 +430,10 @@ class Unconfined(Backend):
     def door_place(self) -> str:
         return ""
 
-    def launch(self, *, group: bool) -> Launch:
+    def launch(self, *, group: bool) -> SandboxCommand:
         directory = os.path.realpath(scratch.folder("sandbox"))
         program, environment = self._first_process(directory, group=group)
-        return Launch([*_PYTHON, "-c", *program], environment, directory=directory)
+        return SandboxCommand([*_PYTHON, "-c", *program], environment, directory=directory)
 
     def caveats(self, *, group: bool) -> list[str]:
         del group

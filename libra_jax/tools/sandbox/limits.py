@@ -24,7 +24,7 @@ _REMOVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SandboxOutcome:
     """The outcome of a call, as data for the policy. A failed call has an outcome too.
 
     Attributes:

@@ -77,7 +77,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
           allow_unsafe: Permits "none", which contains nothing.
           warm: Number of sandboxes kept ready, so that calls need not wait for a start.
           most: Number of sandboxes in use at once, besides those kept ready. Further calls wait. Only one session that
-            takes its sandbox beforehand (`Session.ready`) waits in this line at a time.
+            takes its sandbox beforehand (`SandboxSession.ready`) waits in this line at a time.
           workspace: A directory of the host. Each session starts with a copy of its files. Empty for an empty
             workspace.
           packages: Directories of Python modules that code may import, read-only.
@@ -105,8 +105,8 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         self._places = asyncio.Semaphore(most)
         # Held by the only waiter without a deadline, so that calls with a deadline are served in between.
         self._patient = asyncio.Lock()
-        self._idle: collections.deque[worker.Worker] = collections.deque()
-        self._live: set[worker.Worker] = set()
+        self._idle: collections.deque[worker.SandboxWorker] = collections.deque()
+        self._live: set[worker.SandboxWorker] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._coming = 0  # sandboxes that are being started to be kept ready
         self._parent: Path | None = None
@@ -147,7 +147,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             await self.close()
             raise
 
-    async def run(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
+    async def run(self, code: str, seconds: float | None = None) -> limits_module.SandboxOutcome:
         """Runs Python code in its own process, in an empty workspace. Nothing remains for the next call.
 
         Args:
@@ -170,7 +170,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             self.give_back(loan)
         return _with_loss_note(outcome, "")
 
-    async def examine(self, files: bytes, code: str, seconds: float | None = None) -> limits_module.Outcome:
+    async def examine(self, files: bytes, code: str, seconds: float | None = None) -> limits_module.SandboxOutcome:
         """Runs Python code over an archive's files, in a sandbox that is used for this alone.
 
         Its limits are twice those of a policy's sandbox, and its output may take `EXAMINATION_OUTPUT_BYTES`.
@@ -197,9 +197,9 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         finally:
             self.give_back(loan, used=True)
 
-    def session(self) -> Session:
+    def session(self) -> SandboxSession:
         """Returns a sandbox that keeps state and files over calls. Use it as `async with`, or close it."""
-        return Session(self, self._files)
+        return SandboxSession(self, self._files)
 
     async def close(self) -> None:
         """Ends every sandbox, including those of open sessions.
@@ -219,14 +219,14 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             if isinstance(result, BaseException):
                 raise result
 
-    def too_long(self, text: str) -> limits_module.Outcome | None:
+    def too_long(self, text: str) -> limits_module.SandboxOutcome | None:
         """Returns the failure of a call whose text is longer than the limit. None if the text is short enough."""
         # Every character has at least one byte, so the first comparison saves encoding a huge text.
         if len(text) <= self.limits.input_bytes and len(text.encode(errors="replace")) <= self.limits.input_bytes:
             return None
-        return limits_module.Outcome("failure", f"[longer than {self.limits.input_bytes} bytes: not run]", 0.0)
+        return limits_module.SandboxOutcome("failure", f"[longer than {self.limits.input_bytes} bytes: not run]", 0.0)
 
-    async def take(self, *, examining: bool = False, patient: bool = False) -> worker.Worker:
+    async def take(self, *, examining: bool = False, patient: bool = False) -> worker.SandboxWorker:
         """Returns a sandbox for the caller alone. The caller gives it back with `give_back`.
 
         Args:
@@ -239,7 +239,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             async with self._patient:
                 await self._places.acquire()
         else:
-            # Not in a task: if the caller were cancelled after the task's end, nobody would release the place.
+            # Not in a task: if the caller were cancelled after the task's end, no one would release the place.
             try:
                 async with asyncio.timeout(self.limits.start_seconds):
                     await self._places.acquire()
@@ -265,7 +265,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             # Also if nothing was lent: a warm sandbox may have been found dead.
             self._top_up()
 
-    def give_back(self, loan: worker.Worker, *, used: bool = False) -> None:
+    def give_back(self, loan: worker.SandboxWorker, *, used: bool = False) -> None:
         """Ends a loan. A sandbox that is `used` or dead is retired. Any other may serve the next call."""
         self._places.release()
         # Beyond `warm`, sandboxes of a burst of calls would hold memory until the end of the run.
@@ -275,14 +275,14 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             self._idle.append(loan)
         self._top_up()
 
-    async def _begin(self, *, examining: bool = False) -> worker.Worker:
+    async def _begin(self, *, examining: bool = False) -> worker.SandboxWorker:
         backend, limits = (self._examiner, self._examining) if examining else (self._backend, self.limits)
-        new_worker = await worker.Worker.start(backend, limits, self._parent)
+        new_worker = await worker.SandboxWorker.start(backend, limits, self._parent)
         self._live.add(new_worker)
         self._spawn(self._watch(new_worker))
         return new_worker
 
-    async def _watch(self, ready_worker: worker.Worker) -> None:
+    async def _watch(self, ready_worker: worker.SandboxWorker) -> None:
         """Retires a sandbox that ends while it is kept ready. The next loan starts its replacement, not this task.
 
         If something ended every sandbox, an immediate replacement would start and end without pause. The task lasts as
@@ -311,8 +311,8 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         self._coming += 1
         self._spawn(refill())
 
-    def _retire(self, dead: worker.Worker) -> None:
-        if dead.has_ended or (dead.alive and dead.gone):  # it ended by itself: nobody here killed it
+    def _retire(self, dead: worker.SandboxWorker) -> None:
+        if dead.has_ended or (dead.alive and dead.gone):  # it ended by itself: no one here killed it
             self._faults.tell(f"The sandbox of process {dead.process.pid} ended of itself; another takes its place")
         dead.kill()
         if not self._closed:  # otherwise `close` waits for it
@@ -333,7 +333,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
 
 
 @dataclasses.dataclass(eq=False)
-class Session(contextlib.AbstractAsyncContextManager["Session"]):
+class SandboxSession(contextlib.AbstractAsyncContextManager["SandboxSession"]):
     """A workspace, a Python interpreter and a shell for one trajectory. Calls run one at a time; others wait.
 
     `Sandbox.session` makes it, with the pool and the files that the workspace starts with.
@@ -341,7 +341,7 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
 
     _sandbox: Sandbox
     _files: bytes
-    _worker: worker.Worker | None = dataclasses.field(default=None, init=False)
+    _worker: worker.SandboxWorker | None = dataclasses.field(default=None, init=False)
     _turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
     # True if a call was cancelled, and no later outcome has reported yet that its state was lost.
     _untold: bool = dataclasses.field(default=False, init=False)
@@ -350,19 +350,19 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def python(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
+    async def python(self, code: str, seconds: float | None = None) -> limits_module.SandboxOutcome:
         """Runs code in the interpreter and shows the value of a last expression. Raises like `Sandbox.run`."""
         return await self._call("python", code, seconds)
 
-    async def shell(self, command: str, seconds: float | None = None) -> limits_module.Outcome:
+    async def shell(self, command: str, seconds: float | None = None) -> limits_module.SandboxOutcome:
         """Runs a command in the shell. Its processes end with the call. Raises like `Sandbox.run`."""
         return await self._call("shell", command, seconds)
 
-    async def run(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
+    async def run(self, code: str, seconds: float | None = None) -> limits_module.SandboxOutcome:
         """Runs code in a process of its own, which may become another program. Raises like `Sandbox.run`."""
         return await self._call("run", code, seconds)
 
-    async def edit(self, request: Mapping[str, Any], seconds: float | None = None) -> limits_module.Outcome:
+    async def edit(self, request: Mapping[str, Any], seconds: float | None = None) -> limits_module.SandboxOutcome:
         """Views, creates or changes a file; `tools/workspace.py` documents the fields. Raises like `Sandbox.run`."""
         return await self._call("edit", json.dumps(dict(request)), seconds)
 
@@ -383,7 +383,7 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
             if self._worker is not None:
                 await self._unpack(self._worker)
 
-    async def save(self, most_bytes: int) -> limits_module.Outcome:
+    async def save(self, most_bytes: int) -> limits_module.SandboxOutcome:
         """Returns the workspace's current regular files as a tar, in the outcome's `archive`.
 
         Links, pipes and devices are left out. Before the first call, the archive is the one that the workspace starts
@@ -391,7 +391,7 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
         """
         async with self._turn:
             if self._worker is None:
-                return limits_module.Outcome("success", "", 0.0, archive=self._files)
+                return limits_module.SandboxOutcome("success", "", 0.0, archive=self._files)
             loan = self._worker
             try:
                 return await loan.call(
@@ -406,7 +406,7 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
         self._closed = True
         self._drop()
 
-    async def _call(self, kind: str, text: str, seconds: float | None) -> limits_module.Outcome:
+    async def _call(self, kind: str, text: str, seconds: float | None) -> limits_module.SandboxOutcome:
         refused, allowed = self._sandbox.too_long(text), self._sandbox.limits.of_call(seconds)
         if refused is not None:
             return refused
@@ -424,7 +424,7 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
                 outcome, self._untold = dataclasses.replace(outcome, lost="all"), False
         return _with_loss_note(outcome, {"state": STATE_LOST, "all": ALL_LOST}.get(outcome.lost, ""))
 
-    async def _ready(self, *, patient: bool = False) -> worker.Worker:
+    async def _ready(self, *, patient: bool = False) -> worker.SandboxWorker:
         if self._closed:
             raise protocols.WorkerLost("the session was closed")
         if self._worker is None:
@@ -437,7 +437,7 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
                 await self._unpack(self._worker)
         return self._worker
 
-    async def _unpack(self, loan: worker.Worker) -> None:
+    async def _unpack(self, loan: worker.SandboxWorker) -> None:
         try:
             outcome = await loan.call("load", self._files, LOAD_SECONDS)
         except BaseException:
@@ -461,7 +461,7 @@ def _warn_once(caveats: tuple[str, ...]) -> None:
         _log.warning("Sandboxes are limited only roughly here. %s.", sentences)
 
 
-def _with_loss_note(outcome: limits_module.Outcome, lost: str) -> limits_module.Outcome:
+def _with_loss_note(outcome: limits_module.SandboxOutcome, lost: str) -> limits_module.SandboxOutcome:
     """Returns the outcome as the policy reads it: with a note on what was lost, and never with an empty text."""
     text = outcome.text
     if lost:

@@ -42,7 +42,7 @@ RLIMIT_SIGPENDING = 11  # `resource` has no name for it
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
-class Output:
+class BoundedOutput:
     """The beginning and the end of a call's output, within a number of bytes. The middle is dropped."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -88,15 +88,15 @@ class Child(NamedTuple):
             signal.pidfd_send_signal(self.pidfd, number)
 
 
-class Verdict(NamedTuple):
-    """How a call ended. `worker.Reply` documents the fields."""
+class CallVerdict(NamedTuple):
+    """How a call ended. `worker.SandboxReply` documents the fields."""
 
     status: str
     note: str = ""
     lost: str = ""
 
 
-_FORGED = Verdict("failure", "the interpreter's answer was no answer", "state")
+_FORGED = CallVerdict("failure", "the interpreter's answer was no answer", "state")
 _LONGEST_ANSWER = 16
 
 
@@ -105,7 +105,7 @@ class Supervisor:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings, self.limits = settings, settings["limits"]
-        self.output = Output(self.limits["output_bytes"])
+        self.output = BoundedOutput(self.limits["output_bytes"])
         self.interpreters: dict[str, Child] = {}
         self.processor = usage.Processor()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -135,13 +135,13 @@ class Supervisor:
 
     def serve(self) -> NoReturn:
         """Serves one call after the other."""
-        self._send(Verdict("success", "ready"))
+        self._send(CallVerdict("success", "ready"))
         while True:
             head_bytes, body_bytes = HEADER.unpack(children.read_exactly(0, HEADER.size))
             call = json.loads(children.read_exactly(0, head_bytes))
             deadline = time.monotonic() + call["seconds"]
             if call["most"]:  # an archive is longer than any output for a policy
-                self.output = Output(call["most"])
+                self.output = BoundedOutput(call["most"])
             kind = call["kind"]
             if call["clean"]:
                 self._forget_times()
@@ -152,7 +152,7 @@ class Supervisor:
                     verdict = self._once(kind, body_bytes, deadline)
             except (OSError, MemoryError) as error:  # no child can be started, because of what the code left running
                 note = f"stopped: what runs in the sandbox left no room for the call ({error})"
-                verdict = Verdict("failure", note, "all")
+                verdict = CallVerdict("failure", note, "all")
             # The counters of the network, and connections that linger, would tell the next call something.
             unchanged = _own_limits() == self.pristine and _traffic() == self.traffic
             if call["clean"] and not (self._empty() and unchanged):
@@ -161,13 +161,13 @@ class Supervisor:
                 verdict = verdict._replace(note=f"no end after {call['seconds']:g} s")
             self._send(verdict)
             if call["most"]:
-                self.output = Output(self.limits["output_bytes"])
+                self.output = BoundedOutput(self.limits["output_bytes"])
             if verdict.lost == "all":
                 os._exit(1)
 
     # Calls ------------------------------------------------------------------------------------------------------
 
-    def _once(self, kind: str, body_bytes: int, deadline: float) -> Verdict:
+    def _once(self, kind: str, body_bytes: int, deadline: float) -> CallVerdict:
         """Runs a call in a fresh process, which reads the call's body itself."""
         ack_reader, ack_writer = os.pipe()
         child = self._fork(lambda output: children.once(kind, body_bytes, ack_writer, output, self.settings))
@@ -180,10 +180,10 @@ class Supervisor:
         if not verdict.note and verdict.status == "success":
             code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
             note = f"ended by signal {-code}" if code < 0 else f"exit status {code}" if code > 1 else ""
-            verdict = Verdict("success" if code == 0 else "failure", note)
+            verdict = CallVerdict("success" if code == 0 else "failure", note)
         return self._finish(child, verdict)
 
-    def _ask(self, kind: str, body: bytes, deadline: float) -> Verdict:
+    def _ask(self, kind: str, body: bytes, deadline: float) -> CallVerdict:
         """Runs a call in the interpreter of this kind. Starts the interpreter if there is none."""
         if kind not in self.interpreters:
             parent_end, child_end = socket.socketpair()
@@ -211,7 +211,7 @@ class Supervisor:
             del self.interpreters[kind]
         return self._finish(child, verdict)
 
-    def _finish(self, child: Child, verdict: Verdict) -> Verdict:
+    def _finish(self, child: Child, verdict: CallVerdict) -> CallVerdict:
         """Ends the processes that the call left, and reads their last output."""
         settled = self._settle()
         while self.output.read(child.output):  # no process writes to the pipe any more, so this ends
@@ -244,7 +244,7 @@ class Supervisor:
         os.close(write)
         return Child(pid, os.pidfd_open(pid), read)
 
-    def _attend(self, child: Child, request: bytes, deadline: float, nonce: int = 0) -> Verdict:
+    def _attend(self, child: Child, request: bytes, deadline: float, nonce: int = 0) -> CallVerdict:
         """Collects output until the child answers, ends, uses too much or misses the deadline. Returns the verdict."""
         poll = select.poll()
         poll.register(0, 0)  # registered without events: poll then reports only that the host hung up
@@ -259,7 +259,7 @@ class Supervisor:
             if now - looked >= pause:
                 note, lost = self._excess(now - looked)
                 if note:
-                    return Verdict("failure", f"stopped: {note}", lost or ("" if channel is None else "state"))
+                    return CallVerdict("failure", f"stopped: {note}", lost or ("" if channel is None else "state"))
                 looked = now
                 # Random, so that code cannot learn to be idle at each check.
                 pause = WATCH_SECONDS * (0.5 + os.urandom(1)[0] / 255)
@@ -285,10 +285,10 @@ class Supervisor:
                 if request or piece.endswith(b"\0") or len(answer) > _LONGEST_ANSWER:
                     return _FORGED if request else _judge(answer, nonce)
             if child.pidfd in events:
-                return Verdict("success") if channel is None else self._end_verdict(child)
-        return Verdict("timeout", lost="" if channel is None else "state")
+                return CallVerdict("success") if channel is None else self._end_verdict(child)
+        return CallVerdict("timeout", lost="" if channel is None else "state")
 
-    def _end_verdict(self, child: Child) -> Verdict:
+    def _end_verdict(self, child: Child) -> CallVerdict:
         """Returns the verdict on an interpreter that ended during a call.
 
         This is a failure, no matter its exit status.
@@ -299,9 +299,9 @@ class Supervisor:
             with contextlib.suppress(ChildProcessError):  # it ended between two calls and was reaped then
                 code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
                 how += f" by signal {-code}" if code < 0 else f" with status {code}"
-        return Verdict("failure", f"the interpreter{how}", "state")
+        return CallVerdict("failure", f"the interpreter{how}", "state")
 
-    def _send(self, verdict: Verdict) -> None:
+    def _send(self, verdict: CallVerdict) -> None:
         output = self.output
         head, ring = memoryview(output.head)[: output.total], memoryview(output.tail)
         over = output.total - len(output.head)
@@ -444,7 +444,7 @@ def _receive(channel: socket.socket) -> bytes:
         return b""
 
 
-def _judge(answer: bytes, nonce: int) -> Verdict:
+def _judge(answer: bytes, nonce: int) -> CallVerdict:
     """Returns the verdict on an interpreter's answer: the call's number, a status, a NUL.
 
     Any other answer is forged.
@@ -453,7 +453,9 @@ def _judge(answer: bytes, nonce: int) -> Verdict:
     if not (answer.endswith(b"\0") and named == b"%d" % nonce and digits.isdigit()):
         return _FORGED
     status = int(digits)
-    return Verdict("failure" if status else "success", f"exit status {status}" if 0 < status < children.RAISED else "")
+    return CallVerdict(
+        "failure" if status else "success", f"exit status {status}" if 0 < status < children.RAISED else ""
+    )
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Malformed(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
+class SandboxReply:
     """A sandbox's reply to one call.
 
     Attributes:
@@ -96,7 +96,7 @@ class Reply:
         return self.head.decode(errors="replace") + mark + self.tail.decode(errors="replace")
 
 
-async def receive(stream: asyncio.StreamReader, most_bytes: int) -> Reply:
+async def receive(stream: asyncio.StreamReader, most_bytes: int) -> SandboxReply:
     """Reads the next reply.
 
     Args:
@@ -126,11 +126,13 @@ async def receive(stream: asyncio.StreamReader, most_bytes: int) -> Reply:
         raise Malformed("a head without status, losses or note")
     if type(split) is not int or type(left_out) is not int or not (0 <= split <= len(body) and 0 <= left_out < 2**63):
         raise Malformed("a head whose counts are none")
-    return Reply(cast("protocols.ToolStatus", status), cast(str, lost), note, left_out, body[:split], body[split:])
+    return SandboxReply(
+        cast("protocols.ToolStatus", status), cast(str, lost), note, left_out, body[:split], body[split:]
+    )
 
 
 @dataclass(eq=False)  # a set holds the running sandboxes, each for itself
-class Worker:
+class SandboxWorker:
     """A running sandbox.
 
     Attributes:
@@ -142,7 +144,7 @@ class Worker:
     """
 
     process: asyncio.subprocess.Process
-    launch: backends.Launch
+    launch: backends.SandboxCommand
     limits: limits_module.Limits
     alive: bool = True
     has_ended: bool = False
@@ -151,7 +153,7 @@ class Worker:
     _group: limits_module.ControlGroup | None = field(default=None, init=False)
 
     @classmethod
-    async def start(cls, backend: backends.Backend, limits: limits_module.Limits, parent: Path | None) -> Worker:
+    async def start(cls, backend: backends.Backend, limits: limits_module.Limits, parent: Path | None) -> SandboxWorker:
         """Starts a sandbox and waits until it answers.
 
         Args:
@@ -233,7 +235,7 @@ class Worker:
 
     async def call(
         self, kind: str, body: bytes, seconds: float, *, clean: bool = False, max_archive_bytes: int = 0
-    ) -> limits_module.Outcome:
+    ) -> limits_module.SandboxOutcome:
         """Has the sandbox do one thing.
 
         Args:
@@ -258,12 +260,14 @@ class Worker:
             )
         except deadlines.Overdue:
             self.kill()
-            return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", clock() - start, "all", True)
+            return limits_module.SandboxOutcome(
+                "timeout", f"[no end after {seconds:g} s]", clock() - start, "all", True
+            )
         except (EOFError, OSError, Malformed) as error:
             self.has_ended = not isinstance(error, Malformed)
             how, by_code = await self._end() if self.has_ended else ("sent what is no answer", False)
             self.kill()  # not earlier: this signal would hide the first process's own exit status
-            return limits_module.Outcome(
+            return limits_module.SandboxOutcome(
                 "failure", f"[the sandbox {how}]", clock() - start, "all", broken=not by_code, by_code=by_code
             )
         except BaseException:
@@ -274,13 +278,13 @@ class Worker:
             self.kill()
         if max_archive_bytes and reply.status == "success" and not reply.left_out:
             archive = reply.head + reply.tail
-            return limits_module.Outcome("success", "", clock() - start, reply.lost, archive=archive)
+            return limits_module.SandboxOutcome("success", "", clock() - start, reply.lost, archive=archive)
         text = reply.text()
         if max_archive_bytes:  # no archive came: the text says why
             text = limits_module.cut(text, self.limits.output_bytes)
         if reply.note:
             text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}[{reply.note}]"
-        return limits_module.Outcome(reply.status, text, clock() - start, reply.lost, by_code=by_code)
+        return limits_module.SandboxOutcome(reply.status, text, clock() - start, reply.lost, by_code=by_code)
 
     async def _end(self) -> tuple[str, bool]:
         """Returns how the sandbox ended by itself, in a few words, and whether its code is the cause."""
@@ -293,7 +297,7 @@ class Worker:
                 return "ended: its first process could not go on with what is in it", True
         return "ended", False
 
-    async def _answer(self, most_bytes: int) -> Reply:
+    async def _answer(self, most_bytes: int) -> SandboxReply:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(ConnectionError):  # the sandbox may answer and end before it has read everything
@@ -335,11 +339,11 @@ class Worker:
             # Off the loop, because it sleeps until the kernel has released the group.
             await deadlines.off_loop(self._group.close)
         # A second close then finds nothing left to free.
-        launch, self.launch = self.launch, backends.Launch((), {})
+        launch, self.launch = self.launch, backends.SandboxCommand((), {})
         await deadlines.off_loop(_discard, launch)
 
 
-def _discard(launch: backends.Launch) -> None:
+def _discard(launch: backends.SandboxCommand) -> None:
     """Frees what a sandbox holds besides its processes: descriptors and its directory."""
     for descriptor in launch.descriptors:
         os.close(descriptor)
