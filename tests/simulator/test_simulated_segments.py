@@ -106,7 +106,7 @@ def alone(script: scripts.Script, **changes: Any) -> tuple[Any, Any]:
         **changes,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trajectory, "Trajectory", Kept)
+        patch.setattr(trajectory, "CountedTrajectory", Kept)
         result = doubles.simulate_workload(config, Fixed(script))
     return result, kept[0]
 

@@ -134,17 +134,17 @@ def test_routing_is_reported_by_the_coordinator():
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_sentence(changes, simulation, sentence, monkeypatch):
-    values = {"warm_start": {}, **changes}
-    monkeypatch.setattr(doubles, "SIMULATION", dataclasses.replace(doubles.SIMULATION, **simulation))
-    base = doubles.run_config()
-    changed = dataclasses.replace(
-        base,
-        **{
-            name: dataclasses.replace(getattr(base, name), **change) if isinstance(change, dict) else change
-            for name, change in values.items()
-        },
-    )
     with pytest.raises(protocols.ConfigError, match=sentence):
+        values = {"warm_start": {}, **changes}
+        monkeypatch.setattr(doubles, "SIMULATION", dataclasses.replace(doubles.SIMULATION, **simulation))
+        base = doubles.run_config()
+        changed = dataclasses.replace(
+            base,
+            **{
+                name: dataclasses.replace(getattr(base, name), **change) if isinstance(change, dict) else change
+                for name, change in values.items()
+            },
+        )
         doubles.simulate(changed)
 
 
