@@ -102,5 +102,5 @@ def test_what_does_not_fit_a_host_is_refused_by_field(settings, message):
 
 
 def test_a_layout_needs_ray():
-    with pytest.raises(protocols.ConfigError, match=r"cluster\.accelerators_per_host: .* needs cluster\.backend=ray"):
-        config_lib.ClusterConfig(accelerators_per_host=8)
+    with pytest.raises(protocols.ConfigError, match=r"cluster\.accelerators_per_host: .* set cluster\.backend to ray"):
+        config_lib.RunConfig(cluster=config_lib.ClusterConfig(accelerators_per_host=8))
