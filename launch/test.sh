@@ -30,4 +30,4 @@ mypy
 lint-imports --no-cache
 wait "$documentation" || { cat build/docs.log && exit 1; }
 trap - EXIT
-echo "== pytest" && exec python -m pytest -n 2 --dist loadgroup "$@"
+echo "== pytest" && exec python -m pytest -n 3 --dist loadgroup "$@"

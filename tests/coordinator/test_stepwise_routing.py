@@ -21,7 +21,7 @@ def make_config(policy):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = module.get_config(policy)
-    config.steps, config.warm_start.steps = 4, 0
+    config.steps, config.warm_start.steps = 10, 0
     return config_lib.checked(config)
 
 

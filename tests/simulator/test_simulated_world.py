@@ -134,18 +134,19 @@ def test_routing_is_reported_by_the_coordinator():
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_sentence(changes, simulation, sentence, monkeypatch):
-    with pytest.raises(protocols.ConfigError, match=sentence):
-        values = {"warm_start": {}, **changes}
+    values = {"warm_start": {}, **changes}
+
+    def simulate():
         monkeypatch.setattr(doubles, "SIMULATION", dataclasses.replace(doubles.SIMULATION, **simulation))
         base = doubles.run_config()
-        changed = dataclasses.replace(
-            base,
-            **{
-                name: dataclasses.replace(getattr(base, name), **change) if isinstance(change, dict) else change
-                for name, change in values.items()
-            },
-        )
-        doubles.simulate(changed)
+        groups = {
+            name: dataclasses.replace(getattr(base, name), **change) if isinstance(change, dict) else change
+            for name, change in values.items()
+        }
+        doubles.simulate(dataclasses.replace(base, **groups))
+
+    with pytest.raises(protocols.ConfigError, match=sentence):
+        simulate()
 
 
 def test_one_entry_gives_the_slots_of_all_instances(monkeypatch):

@@ -13,6 +13,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.build import wiring
 from libra_jax.chat import tokenizers
+from libra_jax.cluster import resolved_run
 from libra_jax.models.adapters import adapters, peft
 from libra_jax.models.hf import hf
 from libra_jax.training import running, trainer
@@ -59,7 +60,7 @@ def readers(path, shape):
     of_policy = config_lib.ModelConfig(path=str(path))
     small_files = [
         lambda: running.model_shape(of_policy),
-        lambda: wiring.policy_shape(config_lib.RunConfig(model=of_policy), need_weights=True),
+        lambda: resolved_run.resolve(config_lib.RunConfig(model=of_policy), need_weights=True),
         lambda: tokenizers.load(str(path)),
         lambda: hf.load(path, shape),
     ]
