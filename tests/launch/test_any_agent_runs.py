@@ -101,7 +101,7 @@ def test_a_clients_loop_trains_four_steps_with_a_real_engine(tmp_path):
         "--config.coordinator.groups_per_step=4",
         "--config.coordinator.group_size=4",
         "--config.rollout.slots=16",
-        "--config.warm_start.steps=60",
+        "--config.warm_start.steps=25",
         "--config.evaluation.every=0",
         "--config.telemetry.report=False",
         seconds=500,
