@@ -12,6 +12,7 @@ import functools
 import itertools
 import random
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,6 +28,7 @@ _LIMITS = (10, 12, 15, 20, 24, 25)
 """Constants of the recipes."""
 
 _SPOT = re.compile("⟦(.*?)¦(.*?)⟧", re.DOTALL)
+_ODD_WORDS = ["éa", "éa", "ßa", "日本", "jean-luc", "o'brien", "3rd", "v1.2", "a.b", "(a)", "[ab]", "x*", "?", "a|b"]
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "juniper", "kelp", "lotus")
 
 
@@ -50,26 +52,33 @@ class Recipe:
 
 def _number(rng: random.Random, near: Sequence[int], lowest: int = -(10**6)) -> int:
     """Draws an edge, a number next to one of `near` or its multiples, or one of up to six digits."""
-    edge = rng.choice((0, 1, 2, 3, 10, 60, 100))
+    edge = rng.choice((0, 1, 2, 3, 10, 60, 100, 10**7))
     multiple = rng.choice(near) * rng.choice((1, 1, rng.randint(0, 10 ** rng.randint(1, 4)))) + rng.randint(-1, 1)
     digits = rng.randint(0, 10 ** rng.randint(1, 6))
     return max(lowest, rng.choice((1, 1, -1)) * rng.choice((edge, multiple, digits)))
 
 
 def _decimal(rng: random.Random, near: Sequence[int], lowest: int = -(10**6)) -> float:
-    """Draws a number in quarters, which sums and products of floats hold exactly in any order."""
-    return _number(rng, near, lowest) + rng.choice((0, 0, 0.25, 0.5, 0.75))
+    """Draws a number of few binary places. Sums of them are exact in any order, and products nearly (`calls.same`)."""
+    return _number(rng, near, lowest) + rng.choice(
+        (0, 0, 0, 0.25, 0.5, 0.75, 1 / 1024, 1023 / 1024, rng.randint(1, 1023) / 1024)
+    )
+
+
+def _share(rng: random.Random) -> float:
+    return rng.choice((0, 1, rng.randint(1, 15) / 16, rng.randint(1, 2**20 - 1) / 2**20))
 
 
 def _list(rng: random.Random, draw: Callable[..., float], near: Sequence[int]) -> list[float]:
     pool = [draw(rng, near) for _ in range(rng.choice((1, 2, 9)))]
-    values = rng.choices(pool, k=rng.choice((0, 1, 2, 3, rng.randint(4, 9), rng.randint(21, 25))))
+    values = rng.choices(pool, k=rng.choice((0, 1, 2, 3, rng.randint(4, 9), rng.randint(21, 90))))
     return values + [-value for value in values] * (rng.random() < 0.2)
 
 
 def _text(rng: random.Random) -> str:
-    words = rng.choices((*_WORDS, "a", "aa", "Aab", "AMBER", "éa"), k=rng.choice((0, 1, 1, 2, 3, 5, 9)))
-    blanks = rng.choices((" ", " ", "   ", "\t", "\n "), k=len(words) + 1)
+    odd_words = rng.choices(_ODD_WORDS, k=5)
+    words = rng.choices((*_WORDS, "a", "aa", "Aab", "AMBER", *odd_words), k=rng.choice((0, 1, 1, 2, 3, 5, 9, 14)))
+    blanks = rng.choices((" ", " ", "   ", "\t", "\n ", "\r\n"), k=len(words) + 1)
     text = blanks[0] + "".join(word + blank for word, blank in zip(words, blanks[1:], strict=True))
     return rng.choice((text, text.strip(), text.strip()))
 
@@ -78,7 +87,9 @@ def _text_and_prefix(rng: random.Random) -> tuple[str, str]:
     text = _text(rng)
     end = rng.randint(0, min(len(text), rng.choice((3, 9, 40))))
     begin, inside = text[:end], text[end : end + rng.randint(1, 3)]
-    prefix = rng.choice((begin, begin, begin, begin.swapcase(), begin[:-1] + "z", inside, text + "a"))
+    # As a pattern, these fit the text; as a text, they do not begin it.
+    patterns = [begin[:-1] + "?", begin[:-1] + ".", f"{begin}*", f"[{begin}]"]
+    prefix = rng.choice((begin, begin, begin, begin.swapcase(), begin[:-1] + "z", inside, text + "a", *patterns))
     return rng.choice((text, text, prefix * 2 + text, text + prefix)), prefix
 
 
@@ -109,7 +120,7 @@ RECIPES = (
         ("window_sums", "rolling_sums", "moving_sums"),
         'def {f}(values, size):\n    """Sums of each `size` neighbours, from left to right."""\n'
         "    return [sum(values[i : i + size]) for i in range(len(values) - size⟦ + 1¦⟧)]\n",
-        lambda rng, near: (_list(rng, _decimal, near), rng.choice((1, 2, 3, rng.randint(4, 9), rng.randint(10, 30)))),
+        lambda rng, near: (_list(rng, _decimal, near), rng.choice((1, 2, 3, rng.randint(4, 9), rng.randint(10, 80)))),
     ),
     Recipe(
         "off_by_one",
@@ -167,7 +178,7 @@ RECIPES = (
         ("between", "interpolate", "blend"),
         'def {f}(low, high, share):\n    """The value that lies `share` of the way from `low` to `high`."""\n'
         "    return low + (high - low) * ⟦share¦low⟧\n",
-        lambda rng, near: (_number(rng, near), _number(rng, near), rng.choice((0, 1, rng.randint(1, 15) / 16))),
+        lambda rng, near: (_decimal(rng, near), _decimal(rng, near), _share(rng)),
     ),
 )
 
@@ -227,12 +238,20 @@ def _classes(argument: Any, near: Sequence[int]) -> set[Any]:
     match argument:
         case str():
             short = argument if len(argument) < 4 else None
-            return {short, *re.findall(r"\s", argument), argument.isascii(), ("lower", argument.islower())}
+            kinds = {sign if sign.isspace() else unicodedata.category(sign) for sign in argument}
+            return {short, *kinds, ("lower", argument.islower()), ("long", len(argument.split()) > 9)}
         case list():
-            return {min(len(argument), 9), len({*argument}) < len(argument), (any(argument), sum(argument) != 0)}
+            return {
+                (min(len(argument), 9), len(argument) > 30),
+                len({*argument}) < len(argument),
+                (any(argument), sum(argument) != 0),
+            }
         case _:
             size = int(argument) if -2 < argument < 10 else len(str(int(argument))) + 10
-            return {size, (argument % 1,), *((k, max(-1, min(argument - k, 1)), argument % k == 0) for k in near)}
+            part = argument % 1
+            fraction = part if part * 4 % 1 == 0 else "sixteenth" if part * 16 % 1 == 0 else "finer"
+            distances = ((k, max(-1, min(argument - k, 1)), argument % k == 0, abs(argument - k) < 0.01) for k in near)
+            return {size, (fraction,), *distances}
 
 
 @functools.lru_cache(maxsize=256)
@@ -240,7 +259,7 @@ def _cover(function: _Function) -> Sequence[_Call]:
     """Returns calls that show each pair of an argument's classes that some draws show, with and without an effect."""
     covered_pairs: set[Any] = set()
     cover = []
-    for arguments, value in itertools.islice(_draws(function, splits.generator("cover")), 500):
+    for arguments, value in itertools.islice(_draws(function, splits.generator("cover")), 1000):
         call_pairs = set()
         for place, argument in enumerate(arguments):
             pairs = itertools.product(_classes(argument, function.near), repeat=2)

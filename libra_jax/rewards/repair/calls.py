@@ -64,7 +64,8 @@ def code(calls: Sequence[ExpectedCall], most_bytes: int) -> str:
         "calls": [(call.function, call.arguments) for call in calls],
         "most_bytes": most_bytes // (len(calls) + 1) - 100,
     }
-    return f"{_CALLER}\nmain(json.loads({json.dumps(request)!r}))\n"
+    # Not with the workspace on the path: a module of the repository's own may have the name of a standard one.
+    return f"import json, sys\ndel sys.path[0]\nexec({_CALLER!r})\nmain(json.loads({json.dumps(request)!r}))\n"
 
 
 def judge(calls: Sequence[ExpectedCall], answers: str) -> dict[str, bool]:
