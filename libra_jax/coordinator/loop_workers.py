@@ -52,7 +52,6 @@ class _Worker(protocols.PlacementSink):
       commands: commands that were not sent yet.
       due: set while there are commands to send.
       places: instance of each of its requests that decodes.
-      sources: instance that such a request came from, if its latest placement was a move.
       generated: tokens of each of its requests, as told last.
       entries: the last entry of each instance that it was sent.
     """
@@ -66,7 +65,6 @@ class _Worker(protocols.PlacementSink):
     commands: list[protocols.WorkerCommand] = field(default_factory=list)
     due: asyncio.Event = field(default_factory=asyncio.Event)
     places: dict[str, str] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
     generated: dict[str, int] = field(default_factory=dict)
     entries: dict[str, protocols.EngineEntry] = field(default_factory=dict)
 
@@ -82,11 +80,6 @@ class _Worker(protocols.PlacementSink):
     def placed(self, placement: protocols.Placement, ask: int) -> None:
         if placement.instance:
             self.places[placement.request_id] = placement.instance
-            self.sources.pop(placement.request_id, None)
-            if placement.move is not None:
-                # It may be asked to hand keys and values over, if its weights are still the same then.
-                self.sources[placement.request_id] = placement.move.source
-                self.describe(placement.move.source)
             self.describe(placement.instance)
         else:
             self.clear_place(placement.request_id)
@@ -95,7 +88,6 @@ class _Worker(protocols.PlacementSink):
     def clear_place(self, request: str) -> None:
         """Notes that a request of this worker is on no instance."""
         self.places.pop(request, None)
-        self.sources.pop(request, None)
 
     def describe(self, name: str) -> None:
         """Tells what the worker does not know yet of an instance."""
@@ -113,7 +105,7 @@ class _Worker(protocols.PlacementSink):
         """Tells that an instance has changed, if requests of this worker are there."""
         if name not in self.entries:
             return
-        if name in self.places.values() or name in self.sources.values():
+        if name in self.places.values():
             self.describe(name)
         else:
             # Described again before the next placement there.
@@ -121,7 +113,7 @@ class _Worker(protocols.PlacementSink):
 
     def forget(self) -> None:
         """Forgets all that a lost process knew."""
-        for memory in (self.live, self.commands, self.places, self.sources, self.generated, self.entries):
+        for memory in (self.live, self.commands, self.places, self.generated, self.entries):
             memory.clear()
         self.due.clear()
 

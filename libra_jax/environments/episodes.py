@@ -29,7 +29,7 @@ def move(output: str, answer: str) -> str:
 
 
 def check_reward(reward: str, max_steps: int, field: str = "task.environment_arguments") -> None:
-    """Raises ConfigError if the settings of a `EpisodeTally` are invalid."""
+    """Raises ConfigError if the settings of an `EpisodeTally` are invalid."""
     config_lib.check_choice(reward, ("return", "last"), f"{field}.reward")
     config_lib.check(max_steps >= 0, f"{field}.max_steps", f"must be 0 (no limit) or more, not {max_steps}")
 

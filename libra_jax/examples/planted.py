@@ -28,7 +28,22 @@ _LIMITS = (10, 12, 15, 20, 24, 25)
 """Constants of the recipes."""
 
 _SPOT = re.compile("⟦(.*?)¦(.*?)⟧", re.DOTALL)
-_ODD_WORDS = ["éa", "éa", "ßa", "日本", "jean-luc", "o'brien", "3rd", "v1.2", "a.b", "(a)", "[ab]", "x*", "?", "a|b"]
+_ODD_WORDS = [
+    "éa",
+    "e\u0301a",
+    "ßa",
+    "日本",
+    "jean-luc",
+    "o'brien",
+    "3rd",
+    "v1.2",
+    "a.b",
+    "(a)",
+    "[ab]",
+    "x*",
+    "?",
+    "a|b",
+]
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "juniper", "kelp", "lotus")
 
 

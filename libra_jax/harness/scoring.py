@@ -99,4 +99,4 @@ def checked(outcome: protocols.Outcome, subject: str) -> protocols.Outcome:
             raise protocols.AttemptVoided(f"{subject} gave the reward {shown}, which is not a finite number")
     if problem := user_values.metrics_problem(outcome.metrics):
         raise protocols.AttemptVoided(f"{subject} gave {problem}")
-    return outcome
+    return dataclasses.replace(outcome, metrics={name: float(value) for name, value in outcome.metrics.items()})

@@ -114,7 +114,7 @@ class RewardWorker:
     """Holds functions by name. Their calls interleave. Create it inside an event loop.
 
     Args:
-      functions: Functions in the form of `config_lib.RewardConfig.functions`.
+      functions: Functions in the form of `config.RewardConfig.functions`.
     """
 
     def __init__(self, functions: Mapping[str, Mapping[str, Any]]) -> None:

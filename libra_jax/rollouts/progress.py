@@ -1,4 +1,4 @@
-"""The progress of a rollout: seconds, streamed text, and room for tool returns."""
+"""The progress of a rollout: its seconds, and the text that it streams."""
 
 from __future__ import annotations
 

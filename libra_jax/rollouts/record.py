@@ -52,7 +52,8 @@ class TokenRecord:
 
     def append(self, text: Sequence[int], source: protocols.TokenSource) -> None:
         """Accounts for text. Appends what goes beyond the retained tokens; raises `ReplayDiffers` if those differ."""
-        if not self.fits(text):
+        retained = self.segment.sources[self.position : self.position + len(text)]
+        if not self.fits(text) or any(item != source for item in retained):
             raise ReplayDiffers
         # The rollout may have been cut off in the middle of this text.
         self.segment.append_text(text[len(self.segment.token_ids) - self.position :], source)

@@ -145,9 +145,12 @@ def select(
     )
     batch, later = by_deadline[:size], by_deadline[size:]
     # For each deadline, the groups due by then have to fit into the steps after this one and up to it. Otherwise the
-    # step waits for running groups.
+    # step waits for those of them that run. Finished ones gain nothing by a wait, and may be too many where a resumed
+    # run has a lower bound.
     left = [*(finished[group] for group in later), *running.values()]
-    for version in set(left):
+    for version in {
+        version for version in left if any(running_version <= version for running_version in running.values())
+    }:
         # One step fewer than B * (d - s + 1): the batch chosen above takes the step s.
         room = bound.groups_per_step * (version + bound.staleness - step) + bound.given_up
         if sum(dispatch_version <= version for dispatch_version in left) > room:

@@ -35,7 +35,7 @@ class Costs(Protocol):
         ...
 
     def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:
-        """Returns the time to have the context's keys and values on `target`, by prefill or transfer.
+        """Returns the time to have the context's keys and values on `target`: a prefill, or a fetch in a simulation.
 
         Args:
           source: instance that holds them; None, or the target itself, if nothing has to move.

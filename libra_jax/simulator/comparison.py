@@ -110,9 +110,11 @@ def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRu
             at = at if isinstance(at, dict) else {}
         known = at is arguments or leaf in at
         if not equals or not known or (at is values["scheduler"] and leaf == "policy"):
+            former = config_lib.now(field if "." in field else f"scheduler.{field}")
+            taken = ", ".join(config_lib.ARGUMENTS.get(name, {})) or "none"
             raise protocols.ConfigError(
-                f"policy {policy!r}: {change!r} changes no field; write FIELD=VALUE, where FIELD is one of scheduler's "
-                "or has its group before it, as in coordinator.redundancy=0.25"
+                f"policy {policy!r}: {change!r} changes no field; {former or 'write FIELD=VALUE'}. FIELD: an argument "
+                f"of {name} ({taken}), one of scheduler's, or one with its group, as in coordinator.redundancy=0.25"
             )
         try:
             at[leaf] = ast.literal_eval(text)

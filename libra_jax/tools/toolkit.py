@@ -79,7 +79,7 @@ class Toolkit:
     Args:
       tools: Names of the tools, their arguments, and the format of calls.
       sandbox: Settings of the sandboxes where code runs.
-      call_seconds: Seconds that an environment may give the calls of one step (`config_lib.TaskConfig.call_seconds`).
+      call_seconds: Seconds that an environment may give the calls of one step (`config.TaskConfig.call_seconds`).
         Infinite means as long as the environment's caller waits.
 
     Attributes:

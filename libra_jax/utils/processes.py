@@ -11,9 +11,11 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, context
@@ -83,7 +85,7 @@ class Peer:
         """Returns the next message. None as `seconds` waits until the peer answers or ends.
 
         Raises:
-          DeadlineMissed: No message came within `seconds`. The peer still runs.
+          DeadlineMissed: No message began to come within `seconds`. The peer still runs.
           WorkerLost: The peer has ended.
         """
         try:
@@ -108,6 +110,8 @@ class Peer:
 
     def kill(self) -> None:
         """Kills the peer and the processes that it started, and reaps them. Idempotent."""
+        if self.pipe.closed:  # killed before, so its id may be another process's
+            return
         family: list[psutil.Process] = []
         assert self._process.pid is not None
         # A peer that died by itself was reaped, so its id may be another process's.
@@ -140,9 +144,14 @@ class _PeerExecutor(concurrent.futures.ThreadPoolExecutor):
         super().__init__(workers)
         self._idle: queue.SimpleQueue[Peer] = queue.SimpleQueue()
         self.peers: list[Peer] = []
-        for _ in range(workers):
-            self.peers.append(Peer(_answer_calls, name="a worker of the pool"))
-            self._idle.put(self.peers[-1])
+        try:
+            for _ in range(workers):
+                self.peers.append(Peer(_answer_calls, name="a worker of the pool"))
+                self._idle.put(self.peers[-1])
+        except BaseException:  # one that did not start leaves no others
+            for peer in self.peers:
+                peer.kill()
+            raise
 
     def submit(self, function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> concurrent.futures.Future[T]:
         def call() -> T:
@@ -166,8 +175,12 @@ def _answer_calls(pipe: connection.Connection) -> None:
             try:
                 answer = function(*arguments, **keywords), None
             except Exception as error:
+                error.add_note(traceback.format_exc())
                 answer = None, error
-            pipe.send(answer)
+            try:
+                pipe.send(answer)
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                pipe.send((None, RuntimeError(f"{answer[1] or 'a result'!r} cannot be sent: {error}")))
 
 
 @contextlib.contextmanager

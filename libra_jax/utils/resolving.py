@@ -50,6 +50,10 @@ _REMOVED = {
 """Modules that configs may still name, and why they are gone."""
 
 _RENAMED = {
+    "data.columns": "data.packing",
+    "telemetry.report.sections": "telemetry.report.run_report",
+    "utils.call_deadlines": "utils.deadlines",
+    "utils.child": "utils.processes",
     "agents.deadlines": "utils.deadlines",
     "agents.guarded": "rollouts.deadline_environment",
     "agents.wire": "rollouts.tool_results",

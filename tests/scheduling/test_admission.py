@@ -134,6 +134,14 @@ def test_a_batch_is_refused_exactly_when_it_would_make_a_later_step_late(size, s
     assert selection == (admission.Selection(batch=tuple(batch)) if trains else admission.Selection())
 
 
+def test_finished_groups_beyond_the_bound_of_a_resumed_run_are_trained_and_never_waited_for():
+    finished = dict.fromkeys(range(4), 0)
+    selection = admission.select(admission.Bound(2, 0, 10), step=1, finished=finished, running={})
+    assert selection.batch == (0, 1)
+    late = admission.select(admission.Bound(2, 0, 10), step=1, finished=finished, running={4: 1})
+    assert not late.batch, "the running group would be late, too"
+
+
 @hypothesis.given(
     size=st.integers(1, 5),
     staleness=st.integers(0, 3),

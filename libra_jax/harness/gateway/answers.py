@@ -40,7 +40,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
 
     Raises:
       Problem: the body has more bytes than `max_bytes`. No more of it than that is ever in memory.
-      ClientGone: the client left.
+      ClientDisconnected: the client left.
     """
     length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     body, size, more = bytearray(), 0, True
@@ -94,7 +94,7 @@ class Answer:
         """Writes a whole response.
 
         Raises:
-          ClientGone: the client left before, or does not read.
+          ClientDisconnected: the client left before, or does not read.
         """
         body = fields.encoded(value)
         lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *(headers or [])]
@@ -172,7 +172,7 @@ async def while_connected(receive: Receive, answer: Answer, work: Coroutine[Any,
     """Runs the work of an answer. If the client leaves before the response is complete, the work is cancelled.
 
     Raises:
-      ClientGone: the client left.
+      ClientDisconnected: the client left.
     """
     task = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_leaves(receive))

@@ -202,7 +202,7 @@ def create(gateway: Mapping[str, object], model: str) -> Front:
     """Makes a front, as the actor's factory.
 
     Args:
-      gateway: fields of `config_lib.GatewayConfig`.
+      gateway: fields of `config.GatewayConfig`.
       model: name of the model in answers.
     """
     return Front(config_lib.GatewayConfig(**gateway), model)  # type: ignore[arg-type]

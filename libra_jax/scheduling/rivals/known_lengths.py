@@ -136,7 +136,7 @@ class Clairvoyant(residents.ResidentScheduler):
         return min(bisect.bisect_left(self._bounds, request.remaining), len(self.buckets) - 1)
 
     def serves(self, bucket: buckets.Bucket, request: requests.LiveRequest) -> bool:
-        # Wider slots that no longer request waits for, but for the reserve; narrower ones never.
+        # Wider slots that no longer request waits for, but for `RESERVE` of them; narrower ones never.
         return (
             request.home is None
             and bucket.level > request.level

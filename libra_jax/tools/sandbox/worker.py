@@ -324,10 +324,10 @@ class SandboxWorker:
             # Killing the runtime's client leaves its container behind.
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             try:
-                await deadlines.off_loop(
-                    functools.partial(subprocess.run, self.launch.remove, timeout=REAP_SECONDS, **quiet)
-                )
-            except subprocess.TimeoutExpired:
+                remove = functools.partial(subprocess.run, self.launch.remove, timeout=REAP_SECONDS, **quiet)
+                # `run` kills a runtime that is late, and then waits without a limit.
+                await deadlines.cancel_after(REAP_SECONDS + 1, deadlines.off_loop(remove))
+            except (subprocess.TimeoutExpired, deadlines.Overdue):
                 raise protocols.DeadlineMissed(
                     f"{' '.join(self.launch.remove)} did not end within {REAP_SECONDS:g} s: the container may still run"
                 ) from None
