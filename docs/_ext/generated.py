@@ -46,7 +46,7 @@ UNITS = (
     (r"_flops$", "FLOP/s"),
     (r"_tokens$|max_context$|stream_interval$|row_buckets$|attention_chunk$|logits_chunk$", "tokens"),
     (r"(^|[._])steps$|\.every$|planner\.(period|window|horizon)$|\.cooldown$", "training steps"),
-    (r"_fraction$|_share$|scheduler\.reserve$|least_gain$|\.gain$", "fraction"),
+    (r"_fraction$|_share$|least_gain$|\.gain$", "fraction"),
 )
 """Pattern of a field's name, and the field's unit. The first match counts."""
 

@@ -31,7 +31,10 @@ def _flag(help_text: str, default: Any = "") -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags of launch/slurm.py alone, each with its help text. An empty value means that a flag is not given."""
+    """The flags of launch/slurm.py. Those with a help text are its own, the others those of `job_flags`.
+
+    An empty value means that a flag is not given.
+    """
 
     partition: str = _flag("Partition of all hosts; default: Slurm's own.")
     train_partition: str = _flag("Partition of the hosts that train; with --rollout_partition.")
@@ -204,7 +207,8 @@ def _check(run: resolved_run.ResolvedRun, settings: Settings) -> None:
         )
     job_flags.check_grace(settings.grace, config)
     advice = "give the NAME of a variable that you have set by --environment"
-    for flag, text in (("setup", settings.setup), *(("sbatch", option) for option in settings.sbatch)):
+    passed_on = [(name, getattr(settings, name)) for name in _PASSED_ON]
+    for flag, text in [("setup", settings.setup), *passed_on, *(("sbatch", option) for option in settings.sbatch)]:
         job_flags.check_text(flag, text, advice)
     if bool(settings.train_partition) != bool(settings.rollout_partition):
         raise ConfigError("--train_partition and --rollout_partition go together; for one, give --partition")

@@ -206,8 +206,8 @@ async def _train(
     surroundings = _surroundings(run, workdir, parts.agent, fencing_token, watcher, damaged, newest.records)
     async with surroundings as (context, agent), teachers.open_teacher(config, agent.tokenizer) as teacher:
         agent = dataclasses.replace(agent, teacher=teacher)
-        coordinator_ = coordinator.Coordinator(context, parts.specs, agent, parts.scheduler, parts.planner)
-        summary = await coordinator_.run(at_signal)
+        run_coordinator = coordinator.Coordinator(context, parts.specs, agent, parts.scheduler, parts.planner)
+        summary = await run_coordinator.run(at_signal)
         add_files(config, workdir / "model")
     return summary
 

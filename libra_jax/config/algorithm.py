@@ -77,7 +77,7 @@ class AlgorithmConfig:
     # Distance below 1 at which the ratio is clipped.
     clip_low: float = field(0.2, ge=0, le=1, needs=("loss", *CLIPPED_LOSSES))
     # Distance above 1 at which the ratio is clipped; DAPO uses 0.28.
-    clip_high: float = field(0.2, ge=0, needs=("loss", *CLIPPED_LOSSES))
+    clip_high: float = field(0.2, ge=0, infinite=True, needs=("loss", *CLIPPED_LOSSES))
     # Clipped loss: lower bound factor for negative advantages; 0 is off (else above 1).
     dual_clip: float = field(0.0, ge=0, needs=("loss", "clipped", "gspo", "bapo", "clip_cov"))
     # Mean of token losses: token_mean, sequence_mean, sequence_sum (see sequence_length_constant). A rollout of several
@@ -97,14 +97,12 @@ class AlgorithmConfig:
     # Importance sampling of the proximal over the behaviour policy: none, truncated, masked.
     correction: str = field("none", choices=CORRECTIONS)
     # Largest importance weight: larger ones are cut to it (truncated), or their tokens dropped (masked).
-    correction_cap: float = field(2.0, gt=0, needs=("correction", "truncated", "masked"))
+    correction_cap: float = field(2.0, gt=0, infinite=True, needs=("correction", "truncated", "masked"))
     # Smallest importance weight; masked drops the tokens of smaller ones, too.
     correction_floor: float = field(0.0, ge=0, needs=("correction", "masked"))
     # Ratio that the correction looks at: token (its own), sequence (product over its trajectory), geometric (geometric
     # mean over its trajectory).
-    correction_level: str = field(
-        "token", choices=("token", "sequence", "geometric"), needs=("correction", "truncated", "masked")
-    )
+    correction_level: str = field("token", choices=LEVELS, needs=("correction", "truncated", "masked"))
     # Scale of the learning rate by the effective sample size, a share of the trajectories: off, sqrt (for Adam and its
     # relatives), linear (for sgd).
     ess_scaling: str = field("off", choices=("off", "sqrt", "linear"))

@@ -65,7 +65,11 @@ class EvaluationConfig:
             f"{self.attempts} greedy attempts would be alike; set evaluation.temperature above 0, such as 1",
         )
         if self.temperature != 0:
-            check_value(self.temperature, SAMPLED, "evaluation.temperature")
+            check_value(
+                self.temperature,
+                {**SAMPLED, "hint": "vLLM samples at no other, and 0 is greedy"},
+                "evaluation.temperature",
+            )
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar, Unpack, cast, overload
 
 from libra_jax.config.checks import LEAST_TEMPERATURE, MOST_TEMPERATURE, check, check_choice, either
@@ -48,7 +48,7 @@ class Constraint(TypedDict, total=False):
     hint: str
 
 
-SAMPLED = Constraint(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE, hint="vLLM samples at no other, and 0 is greedy")
+SAMPLED = Constraint(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE, hint="vLLM samples at no other")
 """Temperatures of sampling."""
 
 
@@ -127,7 +127,7 @@ def _check_choice(value: str, rule: Constraint, name: str) -> None:
 
 
 def _check_number(value: float, rule: Constraint, name: str, hint: str) -> None:
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         infinite = rule.get("infinite", False)
         check(infinite and not math.isnan(value), name, f"must be a {'' if infinite else 'finite '}number, not {value}")
     above = value > rule["gt"] if "gt" in rule else value >= rule.get("ge", value)
@@ -156,7 +156,7 @@ def check_effects(run: Any, group: Any = None, prefix: str = "") -> None:
             check(
                 own or (chosen in values if values else bool(chosen)),
                 prefix + item.name,
-                f"{_shown(value)} has no effect with {partner}={_shown(chosen)}; leave it at {_shown(default)}, or set "
+                f"{_named(value)}has no effect with {partner}={_shown(chosen)}; leave it at {_shown(default)}, or set "
                 + partner
                 + (f" to {either(values)}" if values else ""),
             )
@@ -164,6 +164,11 @@ def check_effects(run: Any, group: Any = None, prefix: str = "") -> None:
 
 def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) or '""'
+
+
+def _named(value: object) -> str:
+    """Returns a value and a blank; nothing for a mapping or a URL, which may be long or hold a secret."""
+    return "" if isinstance(value, Mapping) or "://" in str(value) else f"{_shown(value)} "
 
 
 def described(rule: Constraint) -> str:

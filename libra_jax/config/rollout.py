@@ -140,7 +140,7 @@ class SchedulerConfig:
     # Order inside a bucket: auto (as the policy was published), fcfs, longest_first, ...
     ordering: str = field("auto", choices=ORDERINGS)
     # Seconds of waiting after which a request goes before all others, to any instance.
-    ageing_seconds: float = field(900.0, gt=0)
+    ageing_seconds: float = field(900.0, gt=0, infinite=True)
     window: int = field(200, gt=0)  # remaining lengths that a node of a prefix tree keeps
     tree_nodes: int = field(50_000, gt=0)  # most nodes of a prefix tree; the least recently used are dropped
     path_depth: int = field(16, gt=0)  # tool returns of a path that a prefix tree distinguishes

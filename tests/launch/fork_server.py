@@ -22,6 +22,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDERS = ("launch", "launch/support")
 OWN = ("__future__", "benchmarks", "gpu", "support")
 """Packages that stay to be imported: some of their modules define flags, and those of benchmarks import JAX."""
+START_SECONDS, END_SECONDS = 120.0, 10.0
+"""Deadlines of the server's start, which imports what the scripts do, and of an end that was asked for."""
+
 READ_BY_PYTHON = ("PYTHON", "OPENBLAS", "OMP_")
 """Beginnings of variables that are read before a fork begins; PYTHONPATH is read again."""
 
@@ -56,24 +59,35 @@ class ForkServer:
         command = json.dumps([script, arguments, environment]).encode()
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             socket.send_fds(self._connection, [command], [out.fileno(), err.fileno()])
-            pid = self._answer(None)
+            pid = self._answer(START_SECONDS)
             try:
                 status = self._answer(seconds)
-            except TimeoutError:
-                os.kill(pid, 9)
-                self._answer(None)
-                raise subprocess.TimeoutExpired([script, *arguments], seconds) from None
+            except (
+                BaseException
+            ) as error:  # Ctrl-C and a test's timeout, too: the next command must not read this answer
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, 9)
+                self._answer(END_SECONDS)
+                if isinstance(error, TimeoutError):
+                    raise subprocess.TimeoutExpired([script, *arguments], seconds) from None
+                raise
             out.seek(0)
             err.seek(0)
             return subprocess.CompletedProcess([script, *arguments], status, out.read(), err.read())
 
     def close(self) -> None:
         self._connection.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:  # it waits for a command
+            self._process.kill()
+            self._process.wait(END_SECONDS)
 
-    def _answer(self, seconds: float | None) -> int:
+    def _answer(self, seconds: float) -> int:
         self._connection.settimeout(seconds)
-        return int(self._connection.recv(64))
+        message = self._connection.recv(64)
+        assert message, "the fork server has ended; its standard error says why"
+        return int(message)
 
 
 def _import_all() -> None:

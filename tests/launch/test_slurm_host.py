@@ -114,12 +114,18 @@ def test_a_driver_is_told_once_to_stop_and_says_whether_there_is_more_to_do(tmp_
     for status, how in ((os.EX_TEMPFAIL, "stopped"), (0, "finished")):  # side by side, because they wait
         (tmp_path / how).mkdir()
         drivers[how] = drive(tmp_path / how, STOPS_AT_THE_FIRST_SIGNAL.replace("{status}", str(status)))
-    for how in drivers:
-        wait_for_line(tmp_path / how / "train.log")
-        (tmp_path / how / "stop").touch()
-    for how, driver in drivers.items():
-        assert ended(tmp_path / how, driver) == how
-        assert (tmp_path / how / "train.log").read_text() == "ready\n1 signal\n"
+    try:
+        for how in drivers:
+            wait_for_line(tmp_path / how / "train.log")
+            (tmp_path / how / "stop").touch()
+        for how, driver in drivers.items():
+            assert ended(tmp_path / how, driver) == how
+            assert (tmp_path / how / "train.log").read_text() == "ready\n1 signal\n"
+    finally:
+        for how, driver in drivers.items():
+            if driver.poll() is None:
+                (tmp_path / how / "stop").touch()  # it ends its program
+                ended(tmp_path / how, driver)
 
 
 def test_a_signal_to_the_whole_job_is_not_given_to_the_driver_again(attempt):

@@ -92,7 +92,7 @@ class Tool:
 def test_what_a_tool_raises_is_a_failure_that_the_policy_reads(body, name):
     box = toolbox.Toolbox([Tool(body)])
     answer = within_seconds(box.call("tool", {}))
-    assert (answer.tool, answer.status) == ("tool", "failure")
+    assert (answer.tool, answer.status, box._counts["raised_calls"]) == ("tool", "failure", 1)
     assert answer.content.startswith(f"error: {name}")
 
 

@@ -28,7 +28,9 @@ def test_a_wider_instance_is_faster_by_the_scaled_share_of_its_further_devices()
 
 
 def test_a_move_prefills_the_context_again():
-    assert costs.LinearCosts(COEFFICIENTS).move_seconds("other", NARROW, 1000) == pytest.approx(10)
+    made = costs.LinearCosts(COEFFICIENTS)
+    assert made.move_seconds("other", NARROW, 1000) == pytest.approx(10)
+    assert made.move_seconds("other", WIDE, 1000) == pytest.approx(4), "its prefill is faster"
 
 
 @pytest.mark.parametrize("source", [None, "narrow"])

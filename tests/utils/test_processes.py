@@ -25,6 +25,10 @@ def squares(number):
     return number**2
 
 
+def waits(pipe):
+    pipe.recv()
+
+
 def end_by_sigkill(_):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -32,7 +36,10 @@ def end_by_sigkill(_):
 def has_ended(pid, seconds=20.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.05)
     return False
@@ -50,7 +57,7 @@ def test_a_peer_is_killed_with_what_it_started(fork):
 def test_a_peer_dies_with_a_killed_parent():
     code = (
         "import sys, test_processes\nfrom libra_jax.utils import processes\n"
-        "peer = processes.Peer(test_processes.starts_a_child, name='x', fork=True)\n"
+        "peer = processes.Peer(test_processes.waits, name='x', fork=True)\n"
         "print(peer._process.pid, flush=True)\nsys.stdin.read()\n"
     )
     parent = subprocess.Popen(
@@ -60,8 +67,10 @@ def test_a_peer_dies_with_a_killed_parent():
         env={**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])},
     )
     with parent:
-        peer = int(parent.stdout.readline())
-        parent.kill()
+        try:
+            peer = int(parent.stdout.readline())
+        finally:
+            parent.kill()
     assert has_ended(peer)
 
 
